@@ -104,7 +104,7 @@ class Config:
     model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    # auto: the model's default; with --packing: varlen (no mask) if the model supports it
+    # auto: the model's default; varlen (no mask) with --packing or in place of eager, if it can
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     format: FormName = "auto"  # format of the rows; auto: recognized from their keys
@@ -184,10 +184,6 @@ class Config:
 
     def __post_init__(self):
         check_training(self)
-        check(
-            self.packing or self.attn != "varlen",
-            "--attn varlen is for --packing (fix: leave out --attn)",
-        )
         check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
         check(
             (self.model and self.dataset) or (TINY / "config.json").exists(),
@@ -218,16 +214,15 @@ def main(cfg: Config) -> Path:
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
-        if cfg.packing:
-            # The import registers varlen, which build_model looks up.
-            from utils.model.attention import check_packing, settle_attention, wants_flat_packs
-
         dtype = DTYPES[cfg.dtype]
         param_dtype = DTYPES[cfg.param_dtype]
-        attn = cfg.attn
+        attn = cfg.attn.replace("varlen", "eager")
         model = build_model(source.config, param_dtype, attn, trust)  # on meta
-        if cfg.packing:
-            attn = settle_attention(model, attn, world.device, dtype)
+        # Models that have only eager, such as gpt-oss, can have varlen too, which keeps no probabilities.
+        if cfg.packing or model.config._attn_implementation == "eager":
+            from utils.model.attention import check_packing, settle_attention, wants_flat_packs
+
+            attn = settle_attention(model, cfg.attn, world.device, dtype)
         pieces = plan_pieces(model, source.weights, source.folder)
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
     fitted = {}

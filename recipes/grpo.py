@@ -409,8 +409,8 @@ def main(cfg: Config) -> Path:
     if roles:
         print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")
         world = roles.own  # from here on, only the ranks with the same role
-        axes = axes if learns else mesh_axes(world.size)
-        micro_batches = micro_batches if learns else 0  # generators have no gradients
+        # generators have no gradients
+        axes, micro_batches = (axes, micro_batches) if learns else (mesh_axes(world.size), 0)
 
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")

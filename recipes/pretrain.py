@@ -108,7 +108,7 @@ class Config:
     init: Literal["model", "random"] = "model"
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    # auto: the model's default; with --document_mask: varlen (no mask) if the model supports it
+    # auto: the model's default; varlen (no mask) with --document_mask or in place of eager, if it can
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     format: FormName = "auto"  # format of the rows; auto: recognized from their keys
@@ -176,10 +176,6 @@ class Config:
 
     def __post_init__(self):
         check_training(self)
-        check(
-            self.document_mask or self.attn != "varlen",
-            "--attn varlen is for --document_mask (fix: leave out --attn)",
-        )
         check(not (self.tokens and self.steps), "--tokens or --steps? (fix: give one)")
         check(self.decay_share <= 1, f"--decay_share {self.decay_share} is a share (fix: 0.2)")
         check(
@@ -221,17 +217,16 @@ def main(cfg: Config) -> Path:
         if cfg.init == "random":
             special_ids = settle_special_tokens(source.config, tokenizer)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
-        if cfg.document_mask:
-            # The import registers varlen, which build_model looks up.
-            from utils.model.attention import check_packing, settle_attention, wants_flat_packs
-
         stored_dtype = source.config.dtype or torch.float32  # build_model changes it
         dtype = DTYPES[cfg.dtype]
         param_dtype = DTYPES[cfg.param_dtype]
-        attn = cfg.attn
+        attn = cfg.attn.replace("varlen", "eager")
         model = build_model(source.config, param_dtype, attn, trust)  # on meta
-        if cfg.document_mask:
-            attn = settle_attention(model, attn, world.device, dtype)
+        # Models that have only eager, such as gpt-oss, can have varlen too, which keeps no probabilities.
+        if cfg.document_mask or model.config._attn_implementation == "eager":
+            from utils.model.attention import check_packing, settle_attention, wants_flat_packs
+
+            attn = settle_attention(model, cfg.attn, world.device, dtype)
         if cfg.init == "random":
             weights, rules = plan_weights(model, stored_dtype)
             source = replace(source, weights=weights)

@@ -76,7 +76,7 @@ class Config:
     model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    # auto: the model's default; with --packing: varlen (no mask) if the model supports it
+    # auto: the model's default; varlen (no mask) with --packing or in place of eager, if it can
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     image_dir: str = ""  # folder of the pictures; empty: folder of the data file
@@ -150,10 +150,6 @@ class Config:
             recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
         )
         check(
-            self.packing or self.attn != "varlen",
-            "--attn varlen is for --packing (fix: leave out --attn)",
-        )
-        check(
             not (self.packing and self.loss == "kto"),
             "--packing: kto pairs each prompt with another answer (fix: without it)",
         )
@@ -195,7 +191,7 @@ def main(cfg: Config) -> bool:
         cfg.tokenizer or tokenizer_of(cfg.adapter) or source.folder, world, trust
     )
     tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
-    attn = cfg.attn
+    attn = cfg.attn.replace("varlen", "eager")
     kind = "pictures" if cfg.train else "text"
     if type(source.config) in KINDS["pictures"]._model_mapping:
         try:
@@ -204,12 +200,14 @@ def main(cfg: Config) -> bool:
             kind = "pictures"
     if kind == "pictures":
         check(not (cfg.packing or cfg.loss), "vision.py has no --packing and no --loss")
+        check(cfg.attn != "varlen", "vision.py has no --attn varlen (fix: leave it out)")
     model = build_model(source.config, DTYPES[cfg.param_dtype], attn, trust, kind=kind)  # on meta
     check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
-    if cfg.packing:
+    is_eager = model.config._attn_implementation == "eager"
+    if kind == "text" and (cfg.packing or is_eager):
         from utils.model.attention import settle_attention
 
-        attn = settle_attention(model, attn, world.device, DTYPES[cfg.dtype])
+        attn = settle_attention(model, cfg.attn, world.device, DTYPES[cfg.dtype])
     plan_pieces(model, source.weights, source.folder)
 
     # --- data: every row is read, checked and tokenized -------------------------------------------

@@ -816,15 +816,22 @@ def test_a_plan_names_the_kernel_that_attention_takes(kind, levers, packing, ker
     assert plan.kernel_of(replace(setting_of(case(kind)), **levers), packing).startswith(kernel)
 
 
-def test_packs_of_gpt_oss_are_planned_without_all_probabilities():
+def test_gpt_oss_is_planned_without_all_probabilities_unless_attention_shall_be_eager():
     totals = []
-    for packing, kernel in ((False, "eager, which"), (True, "flash; memory-efficient where")):
-        cfg = plan.Config(model="gpt-oss-20b", gpus=2, gpu_memory=80, lora_rank=16, packing=packing)
+    for flags, kernel in [
+        ("", "flash; memory-efficient where"),
+        ("--packing", "flash; memory-efficient where"),
+        ("--attn varlen", "flash; memory-efficient where"),
+        ("--attn eager", "eager, which"),
+    ]:
+        given = f"--model gpt-oss-20b --gpus 2 --gpu_memory 80 --lora_rank 16 {flags}"
+        cfg = parse_cli(plan.Config, given.split())
         asked = plan.setting_of(cfg, plan.find_config(cfg.model, False))
-        assert plan.kernel_of(asked, packing).startswith(kernel)
+        assert plan.kernel_of(asked, cfg.packing).startswith(kernel)
         assert not asked.masked
         totals.append(need_of(asked).peak.total)
-    assert totals[1] < 0.6 * totals[0]
+    *without, eager = totals
+    assert max(without) < 0.6 * eager
 
 
 def test_the_command_of_a_plan_has_every_flag_that_it_was_made_for():

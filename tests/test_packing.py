@@ -283,6 +283,23 @@ def test_sinks_have_the_loss_and_gradients_of_eager_attention_on_the_documents_a
         assert difference <= 1e-5 * max(1, theirs.grad.norm())
 
 
+def test_a_run_without_packs_trains_gpt_oss_without_all_probabilities(tmp_path, capsys):
+    """transformers has only eager for its sinks; rows here are of different lengths, and padded."""
+    folder = tiny_model_folder(tmp_path / "model", "gpt_oss", vocab_size=271)
+    rows = write_rows(tmp_path / "rows.jsonl", 6)
+    found = {}
+    for asked, taken in [("auto", "varlen"), ("varlen", "varlen"), ("eager", "eager")]:
+        flags = {"model": str(folder), "dataset": str(rows), "output_dir": str(tmp_path / asked)}
+        cfg = finetune.Config(**flags, attn=asked, batch_size=3, steps=2, save_every=0)
+        out = finetune.main(cfg)
+        assert f"attention {taken}\n" in capsys.readouterr().out
+        steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        found[asked] = [(step["loss"], step["grad_norm"]) for step in steps]
+    assert found["auto"] == found["varlen"]
+    for ours, eager in zip(found["auto"], found["eager"], strict=True):
+        assert ours == pytest.approx(eager, rel=1e-5)
+
+
 def test_a_family_whose_attention_has_dropout_keeps_sdpa():
     model = family_model("gpt2")
     model.config.attn_pdrop = 0.1

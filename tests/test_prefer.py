@@ -332,7 +332,6 @@ def test_kto_refuses_global_batches_of_one(files, tmp_path):
     [
         {"loss": "kto", "packing": True},
         {"loss": "kto", "batch_size": 1},
-        {"loss": "dpo", "attn": "varlen"},
         {"loss": "dpo", "optimizer_in_backward": True},
     ],
 )

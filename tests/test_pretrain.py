@@ -267,7 +267,6 @@ def test_another_length_of_rows_or_mixture_is_another_run(files, whole, tmp_path
         ("--tokens 1e6 --steps 5", "--tokens or --steps"),
         ("--tokens many", "--tokens takes a finite number"),
         ("--init random --low_cpu_fsdp false", "--init random has none"),
-        ("--attn varlen --document_mask false", "leave out --attn"),
         ("--decay_share 2", "--decay_share 2.0"),
         ("--stage pt", "the recipe says it"),
         ("--interleave_probs 0.7,0.3", "a.jsonl:0.7"),

@@ -155,8 +155,8 @@ def causal_attention(module, scaling, sliding_window, sinks, query, key, value) 
 
 
 def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Choose the attention for packs, set it on the model, and return it: auto becomes varlen if that works.
-    Raises ConfigError if `--attn varlen` is given and does not work.
+    """Choose the attention for packs, or in place of eager, set it on the model, and return it: auto becomes
+    varlen if that works. Raises ConfigError if `--attn varlen` is given and does not work.
     """
     if attn not in ("auto", "varlen"):
         return attn
