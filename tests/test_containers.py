@@ -130,6 +130,26 @@ def test_an_empty_field_of_a_table_is_not_there():
     ]
 
 
+def test_an_empty_text_of_a_table_is_a_text_as_in_jsonl():
+    """Every third row of wikitext is an empty document; a tool may print nothing."""
+    turns = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "Run it."},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "run"}}]},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": "It printed nothing."},
+    ]
+    for rows in (
+        [{"text": ""}, {"text": "A document."}],
+        [{"messages": turns}],
+        [{"conversations": [{"from": "system", "value": ""}, {"from": "human", "value": "Hi"}]}],
+    ):
+        assert values(write_parquet("a.parquet", rows)) == rows
+        datasets.Dataset.from_list(rows).save_to_disk("saved")
+        assert values("saved") == rows
+    assert values(write_csv("a.csv", [{"id": 1, "text": ""}])) == [{"id": "1", "text": ""}]
+
+
 def test_names_with_commas_and_weights_are_understood_or_refused():
     write("a.jsonl", LINES)
     write("b.jsonl", LINES)

@@ -434,7 +434,7 @@ def special_tokens(tokenizer) -> tuple[re.Pattern, dict[str, str], dict[str, str
     characters).
     """
     added = tokenizer.added_tokens_decoder.values()
-    words = {token.content for token in added if token.special} - {""}
+    words = {token.content for token in added if token.special}
     hide = {
         word: chr(0xF0000 + i) + "\U000effff" * (len(word) - 1)
         for i, word in enumerate(sorted(words))
