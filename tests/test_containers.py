@@ -105,6 +105,14 @@ def test_folders_and_patterns_give_their_files_in_order():
     assert "parts: files of several kinds, .csv, .jsonl" in refusal("parts")
 
 
+def test_a_home_that_no_shell_has_expanded_is_found(monkeypatch, tmp_path):
+    """In a configuration file, and behind --dataset=, a shell leaves ~ as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write("home/parts/a.jsonl", LINES)
+    for name in ("~/parts/a.jsonl", "~/parts", "~/parts/*.jsonl", "~/parts/a.jsonl:0.5"):
+        assert values(name) == ROWS, name
+
+
 def test_a_folder_does_not_mix_files_to_test_with_into_those_to_train_on():
     for i, name in enumerate(("train-00000-of-00002", "train-00001-of-00002", "testimonials")):
         write(f"splits/{name}.jsonl", json.dumps(ROWS[i]))
