@@ -105,6 +105,14 @@ def test_folders_and_patterns_give_their_files_in_order():
     assert "parts: files of several kinds, .csv, .jsonl" in refusal("parts")
 
 
+def test_a_home_that_no_shell_has_expanded_is_found(monkeypatch, tmp_path):
+    """In a configuration file, and behind --dataset=, a shell leaves ~ as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write("home/parts/a.jsonl", LINES)
+    for name in ("~/parts/a.jsonl", "~/parts", "~/parts/*.jsonl", "~/parts/a.jsonl:0.5"):
+        assert values(name) == ROWS, name
+
+
 def test_a_folder_does_not_mix_files_to_test_with_into_those_to_train_on():
     for i, name in enumerate(("train-00000-of-00002", "train-00001-of-00002", "testimonials")):
         write(f"splits/{name}.jsonl", json.dumps(ROWS[i]))
@@ -128,6 +136,26 @@ def test_an_empty_field_of_a_table_is_not_there():
         {"messages": [{"role": "user", "content": "a"}]},
         {},
     ]
+
+
+def test_an_empty_text_of_a_table_is_a_text_as_in_jsonl():
+    """Every third row of wikitext is an empty document; a tool may print nothing."""
+    turns = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "Run it."},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "run"}}]},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": "It printed nothing."},
+    ]
+    for rows in (
+        [{"text": ""}, {"text": "A document."}],
+        [{"messages": turns}],
+        [{"conversations": [{"from": "system", "value": ""}, {"from": "human", "value": "Hi"}]}],
+    ):
+        assert values(write_parquet("a.parquet", rows)) == rows
+        datasets.Dataset.from_list(rows).save_to_disk("saved")
+        assert values("saved") == rows
+    assert values(write_csv("a.csv", [{"id": 1, "text": ""}])) == [{"id": "1", "text": ""}]
 
 
 def test_names_with_commas_and_weights_are_understood_or_refused():

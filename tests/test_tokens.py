@@ -28,7 +28,7 @@ from utils.data.chats import (
     render_chats,
 )
 from utils.data.formats import to_messages
-from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, render
 from utils.run.errors import ConfigError
 
 SPECIAL = [
@@ -569,12 +569,32 @@ def test_calls_of_tools_are_taught_as_the_template_writes_them_and_answers_of_to
     check_prompts(tokenizer, rows, [(ids, loss_mask)])
 
 
-def test_a_template_that_writes_the_date_writes_the_same_one_every_day(tokenizer):
+@pytest.mark.parametrize(
+    ("clock", "shown"),
+    [
+        (  # Llama 3.2
+            "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+            "{{ 'Today: ' + date_string }}",
+            "Today: 26 Jul 2024",
+        ),
+        (
+            "{{ 'Current date: ' + strftime_now('%Y-%m-%d') }}",
+            "Current date: 2024-07-26",
+        ),  # gpt-oss
+        (  # Granite, here in a macro as in gpt-oss
+            "{% macro today() %}{{ 'Date: ' + strftime_now('%B %d, %Y') + '.' }}{% endmacro %}{{ today() }}",
+            "Date: July 26, 2024.",
+        ),
+        ("\n  {{ strftime_now('%A, %-d %B %Y, %H:%M') }}", "\n  Friday, 26 July 2024, 00:00"),
+    ],
+)
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(tokenizer, clock, shown):
     """Otherwise the data would be others the day after, and no run could be resumed."""
-    llama = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    tokenizer.chat_template = llama + "{{ bos_token + 'Today: ' + date_string }}" + QWEN3
-    ids, _ = encode(tokenizer, talk("Say blue", "blue"))
-    assert "Today: 26 Jul 2024" in tokenizer.decode(ids)
+    tokenizer.chat_template = clock + QWEN3
+    rows = talk("Say blue", "blue")
+    with_date = render(tokenizer, rows)
+    tokenizer.chat_template = QWEN3
+    assert with_date == shown + render(tokenizer, rows)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -232,9 +232,10 @@ def read_tokens(row: dict, notes: Counter) -> Read:
 def conversation(row: dict, notes: Counter, key: str = "turns") -> Read:
     """(messages, tools) of a row with turns under row[key]."""
     messages: Messages = []
+    last_role = ""
     if row.get("system"):
         messages.append({"role": "system", "content": text_of(row, "system")})
-    last_role = messages[-1]["role"] if messages else ""
+        last_role = "system"
     for i, turn in enumerate(typed(row, key, list)):
         path = f"{key}[{i}]"
         if not isinstance(turn, dict):

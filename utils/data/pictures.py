@@ -288,7 +288,6 @@ def read_pictured(
     the sources of the pictures as texts, in order. If nothing in the row marks their places, they come before
     the first user turn, as in TRL.
     """
-    row = dict(row)
     listed = []  # sources in columns of the row
     for key in ("image", "images"):
         value = row.pop(key, None)

@@ -80,7 +80,7 @@ def files_of(name: str) -> list[Path] | None:
     ConfigError for a folder or a pattern without files, or with files of several kinds; and for a folder that
     holds files to test with beside others.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     without_split = Path(name.partition(":")[0])
     if (path / "state.json").exists() or (without_split / "dataset_dict.json").exists():
         return None  # datasets' save_to_disk wrote it
@@ -96,7 +96,7 @@ def files_of(name: str) -> list[Path] | None:
             f"{name}: files to test with beside others (fix: '{name}/train*', or '{name}/*' for all)",
         )
     elif glob.has_magic(name) and not path.exists():
-        files = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+        files = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     elif (
         without_split.exists()
         or kind_of(path) in KINDS

@@ -13,10 +13,12 @@ from typing import BinaryIO
 from ..run.errors import check, others_code
 from .formats import form_of
 
+# keys under which an empty text is one: an empty document, system turn or answer of a tool
+TEXT_KEYS = "text content value".split()
+
 
 def read_table(file: BinaryIO, kind: str, path: Path) -> Iterator:
     """(where, row) of each row of a file. kind: its suffix."""
-    first = 1
     if kind == ".parquet":
         import pyarrow.parquet
 
@@ -27,17 +29,16 @@ def read_table(file: BinaryIO, kind: str, path: Path) -> Iterator:
         csv.field_size_limit(2**26)  # characters
         records = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
         rows = map(without_nulls, records)
-        first = 2
-    return numbered(path, rows, first)
+    return numbered(path, rows, 2 if kind == ".csv" else 1)
 
 
-def numbered(path: Path, rows: Iterator, first: int) -> Iterator:
+def numbered(path: Path | str, rows: Iterable, first: int) -> Iterator:
     """(where, row) of each row. first: the number of the first row."""
     for number, row in enumerate(rows, start=first):
         yield f"{path} row {number}", row
 
 
-def rows_of_json(content: bytes) -> Iterator:
+def rows_of_json(content: bytes) -> list:
     """The rows of a .json file: an array, one object, or an object with one list of rows, {"data": [...]}.
     Also one object a line, as in a .jsonl file.
     """
@@ -50,8 +51,8 @@ def rows_of_json(content: bytes) -> Iterator:
         value = [line.encode() for line in text.split("\n") if line.strip()]  # see rows.as_object
     if isinstance(value, dict) and not form_of(value):
         lists = [rows for rows in value.values() if isinstance(rows, list)]
-        value = lists[0] if len(lists) == 1 else [value]
-    return iter(value if isinstance(value, list) else [value])
+        value = lists[0] if len(lists) == 1 else value
+    return value if isinstance(value, list) else [value]
 
 
 def rows_of(tables: Iterable) -> Iterator[dict]:
@@ -89,15 +90,21 @@ def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
     def read():
         # Pictures come as the bytes of their files, not decoded.
         tables = map(embed_table_storage, data_set.with_format("arrow").iter(64))
-        return numbered(Path(name), rows_of(tables), 0)
+        return numbered(name, rows_of(tables), 0)
 
     return files, read
 
 
 def without_nulls(value: object) -> object:
-    """Remove nulls and empty texts from a row of a table, which has every column in every row."""
+    """Remove nulls from a row of a table, which has every column in every row; and empty texts, except those
+    of TEXT_KEYS.
+    """
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item not in (None, "")}
+        return {
+            key: without_nulls(item)
+            for key, item in value.items()
+            if item is not None and (item != "" or key in TEXT_KEYS)
+        }
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value

@@ -206,9 +206,18 @@ def pad_id(tokenizer) -> int:
     return tokenizer.eos_token_id or 0
 
 
-# The date for templates that write one; Llama 3's takes this one itself where there is no clock. If the date
-# were today's, the tokens would differ each day, and no run could be resumed on the next day.
-TODAY = "26 Jul 2024"
+# Takes the place of the clock in templates that write the date (Llama 3, gpt-oss, Granite). It is always
+# Friday, 26 July 2024, which Llama 3's takes where there is no clock. If the date were today's, the tokens
+# would differ each day, and no run could be resumed on the next day.
+CLOCK = """\
+{%- macro strftime_now(format) -%}
+{{- format | replace('%-', '%') | replace('%F', '%Y-%m-%d') | replace('%T', '%H:%M:%S')
+    | replace('%Y', '2024') | replace('%y', '24') | replace('%m', '07') | replace('%B', 'July')
+    | replace('%b', 'Jul') | replace('%d', '26') | replace('%e', '26') | replace('%A', 'Friday')
+    | replace('%a', 'Fri') | replace('%H', '00') | replace('%I', '12') | replace('%M', '00')
+    | replace('%S', '00') | replace('%p', 'AM') -}}
+{%- endmacro %}
+"""
 QUESTION = [{"role": "user", "content": MARK.format(0)}]
 ANSWERED = [*QUESTION, {"role": "assistant", "content": MARK.format(1)}]
 
@@ -333,10 +342,9 @@ def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
             [messages],
             tools,
             None,
-            template,
+            CLOCK + template,
             has_marks,
             add_generation_prompt=prompt,
-            date_string=TODAY,
             **tokenizer.special_tokens_map,  # bos_token, eos_token ...
         )
     except Exception as error:  # a template is foreign code, which may raise anything
@@ -434,7 +442,7 @@ def special_tokens(tokenizer) -> tuple[re.Pattern, dict[str, str], dict[str, str
     characters).
     """
     added = tokenizer.added_tokens_decoder.values()
-    words = {token.content for token in added if token.special} - {""}
+    words = {token.content for token in added if token.special}
     hide = {
         word: chr(0xF0000 + i) + "\U000effff" * (len(word) - 1)
         for i, word in enumerate(sorted(words))
