@@ -132,12 +132,13 @@ def test_a_last_turn_that_only_calls_tools_is_no_answer(tokenizer, tmp_path):
 
 
 def test_a_conversation_whose_question_stands_beside_it_too_is_read(tokenizer, tmp_path):
-    """As in UltraChat; another text beside it is refused."""
+    """As in UltraChat; another text beside it is refused, and an empty one says nothing."""
     talk = [user("a"), answer("A"), user("b"), answer("B")]
-    rows = [{"prompt": "a", "messages": talk}, {"messages": None, "conversations": talk}]
+    rows = [{"prompt": text, "messages": talk} for text in ("a", "")]
+    rows.append({"messages": None, "conversations": talk})
     found = load(tokenizer, tmp_path / "rows.jsonl", rows)
-    assert [question.content for question in found] == [talk[:-1]] * 2
-    assert [question.columns["answer"] for question in found] == ["B"] * 2
+    assert [question.content for question in found] == [talk[:-1]] * 3
+    assert [question.columns["answer"] for question in found] == ["B"] * 3
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: no prompt to answer"):
         load(tokenizer, tmp_path / "rows.jsonl", [{"prompt": "other", "messages": talk}])
 

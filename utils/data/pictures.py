@@ -393,7 +393,9 @@ def file_of(source: str, folder: str) -> Path | io.BytesIO:
             " FOLDER, and paths relative to it)"
         )
     if not os.path.isfile(file):
-        raise ValueError(f"no such file in {folder} (fix: --image_dir)")
+        raise ValueError(
+            f"no such file in {folder} (fix: --image_dir; before base64 write data:image/png;base64,)"
+        )
     return file
 
 

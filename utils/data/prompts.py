@@ -43,7 +43,7 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
     assistant, which is no part of the prompt. read: returns (messages, tools, ...); its further values are
     returned too. ValueError names what is wrong with the row.
     """
-    text = row.get("prompt")
+    text = row.get("prompt") or None
     messages = row.get("messages") or row.get("conversations")
     if text and repr(text) in repr(messages):
         text = None  # UltraChat has the question also by itself
@@ -55,7 +55,7 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
         )
         return messages, tools, row.get("output"), *others
     extras = {key: row[key] for key in EXTRAS if row.get(key)}
-    if isinstance(text, str) and text and messages is None:
+    if isinstance(text, str) and messages is None:
         if not extras:
             return text, None, None
         text = [{"role": "user", "content": text}]
