@@ -145,6 +145,18 @@ def test_resume_is_bitwise_with_another_optimizer(tmp_path, other):
         assert straight == resumed
 
 
+def test_the_average_of_bf16_weights_follows_them_as_that_of_fp32_weights_does():
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter = torch.nn.Parameter(torch.ones(100, dtype=dtype))
+        optimizer = of_readme("Averaged")([parameter], lr=2**-7, weight_decay=0.0)
+        for _ in range(40):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        moved[dtype] = 1 - optimizer.state[parameter]["ema"].float()
+    torch.testing.assert_close(moved[torch.bfloat16], moved[torch.float32], rtol=0.1, atol=0)
+
+
 def train_and_save(world, folder):
     model, optimizer = build(world)
     train(world, model, optimizer, 0, 2)

@@ -165,6 +165,28 @@ def test_an_unknown_transform_falls_back_to_full_logits_and_says_the_price(capsy
     assert type_of_config is type(model.config)
 
 
+def test_a_parameter_of_the_models_own_forward_is_trained_though_it_begins_at_zero(capsys):
+    reference, batch = tiny_model("llama"), some_batch()
+
+    class Shifted(type(reference)):
+        def forward(self, *args, labels=None, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits + self.shift
+            if labels is not None:
+                output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
+            return output
+
+    reference.__class__ = Shifted
+    reference.shift = torch.nn.Parameter(torch.zeros(reference.config.vocab_size))
+    model = add_chunked_loss(copy.deepcopy(reference))
+    settle_chunked_loss(model, CPU)
+    assert "a parameter beside backbone and head" in capsys.readouterr().out
+    own_loss_and_gradients(reference, batch)
+    (summed_cross_entropy(model, batch) / (batch.labels[:, 1:] != IGNORE).sum()).backward()
+    assert model.shift.grad.any()
+    torch.testing.assert_close(model.shift.grad, reference.shift.grad)
+
+
 def test_dropout_is_no_change_of_the_logits():
     model = add_chunked_loss(tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train())
     settle_chunked_loss(model, CPU)

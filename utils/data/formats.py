@@ -160,12 +160,12 @@ def examine_keys(row: dict, form: str, notes: Counter) -> None:
     is_class = form in ("text", "tokens")  # then "label" is a class, not a preference
     if str(row.get("label")).lower() in "true false 0 1".split() and not is_class:
         raise ValueError(f"label: {PAIRS}")
-    if not form and "prompt" in row:
-        theirs = next((key for key in ANSWERS if key in row), "THEIRS")
-        raise ValueError(
-            f"these are prompts without an answer; {ONE_ANSWER} (fix: --columns completion={theirs})"
-        )
     if not form:
+        if "prompt" in row:
+            theirs = next((key for key in ANSWERS if key in row), "THEIRS")
+            raise ValueError(
+                f"these are prompts without an answer; {ONE_ANSWER} (fix: --columns completion={theirs})"
+            )
         raise ValueError(
             f"its keys are {_keys(row)}; the rows that can be read have {KNOWN}"
             " (fix: --columns text=THEIRS, messages=THEIRS, or prompt=THEIRS,completion=THEIRS)"

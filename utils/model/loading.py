@@ -21,7 +21,6 @@ from typing import IO
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors.torch import _TYPES as DTYPES
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -37,7 +36,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ..run.distributed import World
 from ..run.errors import ConfigError, check, first_five, others_code
 from ..run.files import AGAIN
-from .folder import NOT_CAUSAL, TensorInfo
+from .folder import DTYPES, NOT_CAUSAL, TensorInfo
 from .sharding import family_of
 
 # --- tensors of a checkpoint as boxes of parameters: which part this rank holds, and its place in a file

@@ -64,7 +64,13 @@ def add_chunked_loss(model: nn.Module) -> nn.Module:
     if getattr(model.config, "output_router_logits", False):
         family = inspect.getmodule(family_of(model))
         model.router_loss = getattr(family, "load_balancing_loss_func", None)
-    model.full_logits = hasattr(head, "base_layer") or not head.weight.is_floating_point()
+    # The model's own forward uses a parameter beside backbone and head. If that begins as zero, comparing the
+    # logits does not show it.
+    model.full_logits = (
+        bool(model._parameters)
+        or hasattr(head, "base_layer")
+        or not head.weight.is_floating_point()
+    )
     if model.router_loss:
         parameters = list(inspect.signature(model.router_loss).parameters)
         has_fields = all(hasattr(model, field) for field in ROUTER_LOSS_FIELDS)
@@ -81,7 +87,7 @@ def known_transforms(model: nn.Module) -> list[Transform]:
     config = model.config.get_text_config()
 
     def values(fields):
-        return [*filter(None, (getattr(config, field, None) for field in fields))]
+        return filter(None, (getattr(config, field, None) for field in fields))
 
     factors = [*(1 / divisor for divisor in values(DIVISORS)), *values(FACTORS)]
     capped = [lambda logits, cap=cap: torch.tanh(logits / cap) * cap for cap in values(CAPS)]
@@ -101,7 +107,10 @@ def settle_chunked_loss(model: nn.Module, device: torch.device) -> None:
     head = model.get_output_embeddings()
     vocab_size = head.weight.shape[0]
     if model.full_logits:
-        reason = "the head has an adapter or is quantized, or the router has a loss of its own"
+        reason = (
+            "the head has an adapter or is quantized, the router has a loss of its own, or the model has a"
+            " parameter beside backbone and head"
+        )
     else:
         ids = torch.arange(8, device=device)[None] * (vocab_size // 8)
         expected = model(ids, use_cache=False).logits[0, :-1].float()  # (7, V)
