@@ -34,7 +34,13 @@ from utils.plan.pictures import Pictures
 from utils.plan.trace import norm_on_meta
 
 SEQ_LEN, ROWS = 192, 2
-PARTS = ("language,projector", "language,projector,vision")
+FROZEN, TRAINED = "language,projector", "language,projector,vision"  # the tower
+SETTINGS = (  # each two values of two columns meet in one row
+    (FROZEN, "none", torch.bfloat16),
+    (FROZEN, "full", torch.float32),
+    (TRAINED, "none", torch.float32),
+    (TRAINED, "full", torch.bfloat16),
+)
 
 
 def pictures_of(folder: Path) -> Pictures:
@@ -99,7 +105,6 @@ def peaks(folder: Path, parts: str, recompute: str, dtype: torch.dtype) -> tuple
 
 if __name__ == "__main__":
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    settings = itertools.product(PARTS, ("none", "full"), (torch.bfloat16, torch.float32))
-    for folder, setting in itertools.product(sys.argv[1:], list(settings)):
+    for folder, setting in itertools.product(sys.argv[1:], SETTINGS):
         planned, counted = peaks(Path(folder), *setting)
         print(json.dumps([Path(folder).name, *map(str, setting), planned / counted - 1]))
