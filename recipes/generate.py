@@ -165,7 +165,7 @@ def main(cfg: Config) -> None:
     model = trained.model
     with together(world):
         tokenizer = load_tokenizer(*trained.tokenizer)
-        check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
+        check_vocab(tokenizer, len(model.get_input_embeddings().weight))
         rows = Rows(cfg.prompts, 0, image_dir=cfg.image_dir, image_max_pixels=cfg.image_max_pixels)
         processor = read_row = ids_of = pictures = None  # only for a model that reads pictures
         if trained.kind == "pictures":
