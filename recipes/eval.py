@@ -166,7 +166,7 @@ def main(cfg: Config) -> Path:
             from utils.data.pictures import load_processor
 
             load_processor(trained.source.folder, tokenizer)
-        check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
+        check_vocab(tokenizer, len(model.get_input_embeddings().weight))
         seq_len = settle_seq_len(cfg, model)
         if cfg.adapter:
             from utils.model.lora import load_adapter

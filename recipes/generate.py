@@ -165,7 +165,7 @@ def main(cfg: Config) -> None:
     model = trained.model
     with together(world):
         tokenizer = load_tokenizer(*trained.tokenizer)
-        check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
+        check_vocab(tokenizer, len(model.get_input_embeddings().weight))
         rows = Rows(cfg.prompts, 0, image_dir=cfg.image_dir, image_max_pixels=cfg.image_max_pixels)
         processor = read_row = ids_of = pictures = None  # only for a model that reads pictures
         if trained.kind == "pictures":
@@ -422,13 +422,15 @@ def read_prompts(
     none. pictured: makes the prompt of a row, for a model that reads pictures. ConfigError names the file and
     the line.
     """
-    rows = read_rows(path)
-    if path.suffix == ".txt":
-        lines = enumerate(rows[0].data["text"].split("\n"), 1)
-        prompts = [Prompt(f"{path}:{i}", line.rstrip("\r")) for i, line in lines if line.strip()]
-        check(prompts, f"{path}: no rows (fix: a prompt in each line)")
-    else:
-        prompts = [prompt_of_row(row, raw, pictured) for row in rows]
+    prompts = []
+    for row in read_rows(path):
+        if not row.where.endswith(".txt"):
+            prompts.append(prompt_of_row(row, raw, pictured))
+            continue
+        for number, line in enumerate(row.data["text"].split("\n"), 1):
+            if line.strip():
+                prompts.append(Prompt(f"{row.where}:{number}", line.rstrip("\r")))
+    check(prompts, f"{path}: no rows (fix: a prompt in each line)")
     if not system:
         return prompts
     turn = {"role": "system", "content": system}

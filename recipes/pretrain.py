@@ -216,7 +216,7 @@ def main(cfg: Config) -> Path:
         special_ids = {}
         if cfg.init == "random":
             special_ids = settle_special_tokens(source.config, tokenizer)
-        check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
+        check_vocab(tokenizer, source.config.get_text_config().vocab_size)
         stored_dtype = source.config.dtype or torch.float32  # build_model changes it
         dtype = DTYPES[cfg.dtype]
         param_dtype = DTYPES[cfg.param_dtype]

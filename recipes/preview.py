@@ -202,7 +202,7 @@ def main(cfg: Config) -> bool:
         check(not (cfg.packing or cfg.loss), "vision.py has no --packing and no --loss")
         check(cfg.attn != "varlen", "vision.py has no --attn varlen (fix: leave it out)")
     model = build_model(source.config, DTYPES[cfg.param_dtype], attn, trust, kind=kind)  # on meta
-    check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
+    check_vocab(tokenizer, len(model.get_input_embeddings().weight))
     is_eager = model.config._attn_implementation == "eager"
     if kind == "text" and (cfg.packing or is_eager):
         from utils.model.attention import settle_attention

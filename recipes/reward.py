@@ -216,7 +216,7 @@ def main(cfg: Config) -> Path:
     )
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
-        check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
+        check_vocab(tokenizer, source.config.get_text_config().vocab_size)
         dtype = DTYPES[cfg.dtype]
         param_dtype = DTYPES[cfg.param_dtype]
         attn = cfg.attn

@@ -235,7 +235,7 @@ def main(cfg: Config) -> Path:
         param_dtype = DTYPES[cfg.param_dtype]
         attn = cfg.attn
         model = build_model(source.config, param_dtype, attn, trust, kind="pictures")  # on meta
-        check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
+        check_vocab(tokenizer, len(model.get_input_embeddings().weight))
         processor = load_processor(source.folder, tokenizer)
         pieces = plan_pieces(model, source.weights, source.folder)
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)

@@ -27,6 +27,7 @@ from utils.model.lora import (
     base_names,
     base_of,
     load_adapter,
+    match_tensors,
     read_lora_config,
     save_adapter,
 )
@@ -184,6 +185,18 @@ def test_what_is_null_or_unknown_but_empty_is_passed_over(adapter, tmp_path):
     nothing = dict.fromkeys(("exclude_modules", "modules_to_save", "rank_pattern", "use_dora"))
     file.write_text(json.dumps(stored | nothing | {"of_a_later_peft": None, "another": False}))
     assert read_lora_config(file.parent).r == 4
+
+
+def test_the_advice_for_an_adapter_in_a_bin_file_works(base, adapter, tmp_path):
+    """peft wrote them until late 2023."""
+    older, newer = changed(adapter, tmp_path / "older"), tmp_path / "newer"
+    torch.save(load_file(older / TENSORS), older / "adapter_model.bin")
+    (older / TENSORS).unlink()
+    with pytest.raises(ConfigError, match=r"an adapter in \.bin: peft's save_pretrained"):
+        match_tensors(train_on(adapter), older)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    PeftModel.from_pretrained(model, older).save_pretrained(newer)
+    assert match_tensors(train_on(newer), newer)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

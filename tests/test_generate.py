@@ -167,6 +167,15 @@ def test_raw_lines_are_completed_and_blank_ones_passed_over(llama, tmp_path):
     assert answers(path, model=str(llama), raw=True) == plain(llama, llama, ["a b\u2028c", "d"])
 
 
+def test_the_lines_of_all_text_files_are_prompts(tmp_path):
+    for name, text in (("a.txt", "one\n\ntwo\n"), ("b.txt", "three\n")):
+        (tmp_path / name).write_text(text)
+    for several in (tmp_path / "*.txt", tmp_path):
+        prompts = generate.read_prompts(several, True, "")
+        assert [prompt.content for prompt in prompts] == ["one", "two", "three"]
+        assert [prompt.where[-7:] for prompt in prompts] == ["a.txt:1", "a.txt:3", "b.txt:1"]
+
+
 def test_messages_lose_a_last_answer_and_gain_a_system_turn(llama, tmp_path):
     asked = [*user("Hello"), {"role": "assistant", "content": "Hi"}, *user("a b c")]
     rows = [{"messages": asked}, {"messages": [*asked, {"role": "assistant", "content": "known"}]}]

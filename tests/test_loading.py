@@ -252,6 +252,21 @@ def test_one_more_layer_in_the_config_is_refused(tmp_path):
         plan(folder)
 
 
+OLDER_BUFFERS = {
+    "llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8).half()},
+    "gpt2": {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)},
+}
+
+
+@pytest.mark.parametrize("kind", OLDER_BUFFERS)
+def test_buffers_that_older_transformers_stored_are_passed_over(tmp_path, kind):
+    """Llama 2 and Pythia have rotary frequencies in their files."""
+    good = tiny_model_folder(tmp_path / "good", kind)
+    older = changed(good, tmp_path / "older", lambda t: t.update(OLDER_BUFFERS[kind]))
+    expected = of_transformers(older, "fp32")
+    torch.testing.assert_close(run_ranks(logits, 2, older, torch.float32), 2 * [expected])
+
+
 def store_tied_head(tensors, delta):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + delta
 

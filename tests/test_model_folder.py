@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import tiny_config, tiny_model, tiny_model_folder
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from utils.data.tokens import encode, hidden
 from utils.model.folder import check_model_config, check_vocab, open_weights, read_config
 from utils.model.loading import build_model
 from utils.run.errors import ConfigError
@@ -397,11 +398,34 @@ def test_own_code_needs_the_flag_and_nothing_else(tmp_path):
     check_model_config(tmp_path, trust_remote_code=True)
 
 
-def test_tokenizer_may_not_be_larger_than_the_vocabulary():
-    text = refusal(check_vocab, 1004, 1003)
-    assert "1004" in text
-    assert "1003" in text
-    check_vocab(1000, 1003)
+def test_tokenizer_may_not_be_larger_than_the_vocabulary(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder(tmp_path / "model"))
+    tokens = len(tokenizer)
+    text = refusal(check_vocab, tokenizer, tokens - 1)
+    assert f"{tokens} tokens, the model {tokens - 1}" in text
+    check_vocab(tokenizer, tokens + 3)
+    tokenizer.add_tokens(["<call>"])
+    assert f"{tokens + 1} tokens" in refusal(check_vocab, tokenizer, tokens)
+
+
+@pytest.mark.parametrize("use", ["nothing", "pad", "the template"])
+def test_a_special_token_beyond_the_vocabulary_is_refused_only_if_a_text_gets_it(tmp_path, use):
+    """The tokenizer of Gemma 3 1B has one for pictures, and the model no row for it."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder(tmp_path / "model", "gemma3"))
+    tokens = len(tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image_soft_token>"]})
+    if use == "pad":
+        tokenizer.pad_token = "<image_soft_token>"
+    elif use == "the template":
+        tokenizer.chat_template += "<image_soft_token>"
+    if use != "nothing":
+        assert f"{tokens + 1} tokens, the model {tokens} " in refusal(
+            check_vocab, tokenizer, tokens
+        )
+        return
+    check_vocab(tokenizer, tokens)
+    ids = encode(tokenizer, hidden(tokenizer, "a <image_soft_token>")).ids
+    assert max(ids) < tokens
 
 
 @pytest.mark.parametrize("files", [1, 3])

@@ -138,7 +138,7 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     that is wrong.
     """
     folder = Path(folder)
-    files = [path for pattern in VOCABULARY_FILES for path in sorted(folder.glob(pattern))]
+    files = [path for pattern in VOCABULARY_FILES for path in folder.glob(pattern)]
     # Without these files, transformers silently makes some tokenizers with an empty vocabulary.
     check(
         files,

@@ -181,9 +181,7 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
     )
     file = file_inside(folder, "config.json")
     config = read_json(file)
-    for section in (config, config.get("text_config")):
-        if not isinstance(section, dict):
-            continue
+    for section in (config, config.get("text_config") or {}):
         for field in RUNS_CODE:
             check(
                 trust_remote_code or not section.get(field),
@@ -229,13 +227,17 @@ def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
     return {"data": data, "weights": digest.hexdigest(), **fields}
 
 
-def check_vocab(tokens: int, vocab_size: int) -> None:
+def check_vocab(tokenizer, rows: int) -> None:
     """Raise ConfigError if the tokenizer has more tokens than the embedding has rows. Fewer tokens are fine:
-    the rows of an embedding are often padded.
+    the rows of an embedding are often padded. So are special tokens beyond the rows that no text gets: Gemma
+    3 1B has one for pictures. In a row of data they stay ordinary text.
     """
+    used = f"{tokenizer.chat_template} {tokenizer.bos_token} {tokenizer.eos_token} {tokenizer.pad_token}"
+    added = tokenizer.added_tokens_decoder.items()
+    unused = sum(i >= rows and t.special and t.content not in used for i, t in added)
     check(
-        tokens <= vocab_size,
-        f"the tokenizer has {tokens} tokens, the model {vocab_size}"
+        len(tokenizer) - unused <= rows,
+        f"the tokenizer has {len(tokenizer)} tokens, the model {rows}"
         " (fix: the tokenizer that came with the model; new tokens: see recipes/README.md)",
     )
 
@@ -263,12 +265,13 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             whole_bytes = os.fstat(opened.fileno()).st_size
         header.pop("__metadata__", None)
         infos = {}
+        end = start = 8 + size
         for name, entry in header.items():
             dtype = DTYPES[entry["dtype"]]
-            begin = 8 + size + entry["data_offsets"][0]
-            infos[name] = TensorInfo(file, dtype, tuple(entry["shape"]), begin)
-        end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            first, last = entry["data_offsets"]
+            infos[name] = TensorInfo(file, dtype, tuple(entry["shape"]), start + first)
+            end = max(end, start + last)
+    except (SafetensorError, OSError, ValueError, LookupError) as error:
         with open(file, "rb") as opened:
             reason = impostor(opened.read(100)) or f"damaged, cut short or no safetensors: {error}"
         raise ConfigError(f"{file}: {reason} {AGAIN}") from None

@@ -135,8 +135,10 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
         same_base = name == "init_lora_weights" and value in ("gaussian", "orthogonal")
         if value and value != defaults.get(name) and name not in read + IGNORED and not same_base:
             odd.append(f"{name} {value}")
-    fix = "merge it with peft" if merge else ANOTHER
-    check(not odd, f"{file}: {first_five(odd)} cannot be used here (fix: {fix})")
+    check(
+        not odd,
+        f"{file}: {first_five(odd)} cannot be used here (fix: merge it with peft, and --model NEW)",
+    )
     given = {name: stored[name] for name in read if stored.get(name) is not None}
     with others_code(str(file), f"correct it, or {ANOTHER}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns about settings that change nothing
