@@ -402,7 +402,8 @@ def main(cfg: Config) -> Path:
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
         f"batch     {completions} completions = {cfg.global_batch_size} prompts x {cfg.group_size};"
-        f" {learners} ranks with {micro_batches} micro-batches of at most {cfg.batch_size}; {steps} steps"
+        f" {learners} ranks with {micro_batches} micro-batches of at most {cfg.batch_size}; {steps} steps;"
+        f" loss {cfg.loss}, scale_rewards {cfg.scale_rewards}"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(plan.text, ready=True)

@@ -374,6 +374,7 @@ def main(cfg: Config) -> Path:
         f"batch     {global_batch} = {cfg.batch_size} {unit} x {world.size} ranks x {micro_batches}"
         f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
+    print0(f"loss      {cfg.loss}: beta {cfg.beta:g}, sft_weight {cfg.sft_weight:g}")
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(plan.text, ready=True)
 

@@ -444,6 +444,19 @@ def test_a_program_may_give_a_path_and_no_misspelt_value(tmp_path):
             finetune.Config(**setting)
 
 
+def test_a_tilde_is_the_home_folder_in_every_setting_that_names_a_path(tmp_path, monkeypatch):
+    """No shell expands it in a configuration file, or after --output_dir=: runs went to a folder ./~, and a
+    checkpoint, an adapter, a template or a reward was not found.
+    """
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "a.yaml"
+    file.write_text("model: ~/m\noutput_dir: ~/run\nadapter: ~/lora\nchat_template: ~/t.jinja\n")
+    cfg = parse_cli(grpo.Config, ["--config", str(file), "--resume=~/old", "--rewards=~/r.py:f"])
+    found = [cfg.model, cfg.output_dir, cfg.adapter, cfg.chat_template, cfg.resume, cfg.rewards]
+    names = "m run lora t.jinja old r.py:f".split()
+    assert found == [str(tmp_path / name) for name in names]
+
+
 @dataclass
 class Mine(finetune.Config):
     """The settings of a recipe and one more, as in a copy or a notebook."""

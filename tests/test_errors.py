@@ -23,7 +23,7 @@ from launch import forked
 from tiny import tiny_tokenizer
 
 from utils.run.distributed import ALONE, together
-from utils.run.errors import ConfigError, check, escaped, others_code, print0
+from utils.run.errors import ConfigError, check, differences, escaped, others_code, print0
 from utils.run.signals import report_errors
 from utils.run.units import IGNORE
 
@@ -305,3 +305,12 @@ def test_exit_codes_of_others_pass_through(ended_by_others):
 def test_collections_pass_over_what_the_imports_made(ended_by_others):
     """A recipe turns them off for its imports; from here on they run."""
     assert ended_by_others[1] == "True True\n"
+
+
+def test_of_long_paths_that_differ_the_ends_are_shown():
+    """Of a setting that changed only their beginnings were printed, which are the same on a shared disk."""
+    folder = "/lustre/projects/languages/data/2026_november/conversations/cleaned/"
+    old, new = ({"dataset": f"{folder}version_{number}.jsonl"} for number in (1, 2))
+    before, after = differences(old, new).split(" -> ")
+    assert before.endswith("/cleaned/version_1.jsonl")
+    assert after.endswith("/cleaned/version_2.jsonl")

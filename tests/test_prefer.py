@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM
 from utils.data.examples import Rows, load_examples
 from utils.data.pairs import PairBatches
 from utils.data.tokens import load_tokenizer
-from utils.run.distributed import stop_distributed
+from utils.run.distributed import ALONE, stop_distributed
 from utils.run.errors import ConfigError
+from utils.run.settings import save_config
 from utils.run.units import IGNORE
 
 slow = pytest.mark.slow
@@ -304,6 +305,23 @@ def test_one_warning_tells_that_wanted_answers_are_forgotten(files, tmp_path):
     warnings = [line for line in run.stdout.splitlines() if line.startswith("warning: wanted")]
     assert len(warnings) == 1
     assert "--sft_weight 1" in warnings[0]
+
+
+@slow
+def test_a_run_says_the_weights_of_its_loss_also_those_that_a_config_of_another_loss_set(
+    files, tmp_path
+):
+    """The config.yaml of a DPO run has sft_weight 0, with which ORPO lacks its cross-entropy."""
+    cfg = prefer.Config(**files, steps=1, batch_size=6, output_dir=str(tmp_path / "orpo"))
+    save_config(prefer.settle(cfg, ALONE), tmp_path / "config.yaml")
+    for flags, says in {
+        "--config config.yaml": "loss      orpo: beta 0.1, sft_weight 0\n",
+        "--config config.yaml --sft_weight -1": "loss      orpo: beta 0.1, sft_weight 1\n",
+    }.items():
+        command = f"python {QUOTED}/recipes/prefer.py {flags} --loss orpo --output_dir {len(flags)}"
+        run = forked(command, tmp_path)
+        assert run.returncode == 0, run.stdout
+        assert says in run.stdout
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def first_five(names: list[str]) -> str:
 def differences(old: dict, new: dict, ignored: Sequence[str] = ()) -> str:
     """The fields of `new` that differ, as "lr 2e-05 -> 1e-05, ..."; "" when none does."""
     changed = [k for k in sorted(new) if k not in ignored and old.get(k) != new[k]]
-    return first_five([f"{k} {str(old.get(k))[:60]} -> {str(new[k])[:60]}" for k in changed])
+    return first_five([f"{k} {str(old.get(k))[-80:]} -> {str(new[k])[-80:]}" for k in changed])
 
 
 def rank() -> int:

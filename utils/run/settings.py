@@ -92,7 +92,7 @@ def split_words(argv: list[str]) -> dict[str, str]:
         check(not stray, f"{stray[:1]!r} belongs to no flag: {form}")
         texts.update(flags)
 
-    fire.Fire(collect, command=list(argv))
+    fire.Fire(collect, command=argv)
     flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
     for flag in sorted({*flags}):
         if flags.count(flag) > 1:
@@ -154,14 +154,15 @@ def from_settings(cls: type, cfg: object, **values: object):
 
 
 def convert_settings(cfg: object, **least: int) -> None:
-    """Convert values that a program gave to the types of their settings, in place: a Path becomes text.
+    """Convert values that a program gave to the types of their settings, in place: a Path becomes text, and
+    ~ at the beginning of a text the home folder.
 
     Raises ConfigError for a value that its setting does not have, such as a misspelt one, and for a number
     below its minimum: the one in `least` or LEAST, else 0.
     """
     least = LEAST | least
     for name, (kind, bare) in kinds_of(type(cfg)).items():
-        value = read_value(kind, bare, f"--{name}", str(vars(cfg)[name]))
+        value = read_value(kind, bare, f"--{name}", os.path.expanduser(str(vars(cfg)[name])))
         setattr(cfg, name, value)
         if kind in NUMBERS:
             smallest = least.get(name, 0)
