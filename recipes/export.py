@@ -56,7 +56,7 @@ from utils.run.distributed import World, build_mesh, init_distributed, stop_dist
 from utils.run.errors import act, check, first_five, others_code, print0
 from utils.run.files import file_inside
 from utils.run.folder import check_space, releases_output
-from utils.run.settings import parse_cli
+from utils.run.settings import convert_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.train.checkpoint import checkpoint_tensors
 from utils.train.resume import read_tensors
@@ -92,6 +92,7 @@ class Config:
     output_dir: str = ""  # the new folder
 
     def __post_init__(self):
+        convert_settings(self)
         check(
             (self.model or self.adapter or self.checkpoint)
             and not (self.adapter and self.checkpoint),

@@ -254,7 +254,11 @@ def test_one_more_layer_in_the_config_is_refused(tmp_path):
 
 OLDER_BUFFERS = {
     "llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8).half()},
-    "gpt2": {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)},
+    "gpt2": {
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+        "transformer.h.0.attn.attention.bias": torch.ones(1, 1, 64, 64).bool(),  # GPT-Neo
+        "vision_model.embeddings.position_ids": torch.arange(9)[None],  # CLIP
+    },
 }
 
 

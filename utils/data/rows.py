@@ -96,7 +96,7 @@ def files_of(name: str) -> list[Path] | None:
             f"{name}: files to test with beside others (fix: '{name}/train*', or '{name}/*' for all)",
         )
     elif glob.has_magic(name) and not path.exists():
-        files = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        files = sorted(map(Path, glob.glob(str(path), recursive=True)))
     elif (
         without_split.exists()
         or kind_of(path) in KINDS

@@ -69,7 +69,7 @@ def find_model(name: str | Path, world: World, trust_remote_code: bool) -> Path:
     Every rank calls it. Raises ConfigError on all ranks if the name is no folder and cannot be fetched.
     huggingface_hub does the transfer; if the hub does not answer, it uses its cache.
     """
-    folder = Path(name).expanduser()
+    folder = Path(name)
     found = gather(world, folder.is_dir())
     if all(found):
         return folder
@@ -233,8 +233,10 @@ def check_vocab(tokenizer, rows: int) -> None:
     3 1B has one for pictures. In a row of data they stay ordinary text.
     """
     used = f"{tokenizer.chat_template} {tokenizer.bos_token} {tokenizer.eos_token} {tokenizer.pad_token}"
-    added = tokenizer.added_tokens_decoder.items()
-    unused = sum(i >= rows and t.special and t.content not in used for i, t in added)
+    unused = sum(
+        i >= rows and token.special and token.content not in used
+        for i, token in tokenizer.added_tokens_decoder.items()
+    )
     check(
         len(tokenizer) - unused <= rows,
         f"the tokenizer has {len(tokenizer)} tokens, the model {rows}"

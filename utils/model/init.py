@@ -85,7 +85,7 @@ def open_config(name: str, world: World, tokenizer: str, trust_remote_code: bool
                 tokenizer, f"--model {name} is a shape, without a tokenizer (fix: --tokenizer DIR)"
             )
             return Source(path, AutoConfig.for_model(**read_json(path)), {})
-        folder = Path(name).expanduser()
+        folder = Path(name)
         check(
             (folder / "config.json").is_file(),
             f"--init random --model {name} is no folder with a config.json (fix: one, or a name in {SHAPES})",

@@ -295,9 +295,12 @@ def plan_pieces(
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    # Buffers in files of older transformers (Llama 2, Pythia, some GPT-2), which are computed now.
+    # Buffers that older transformers stored (Llama 2, Pythia, GPT-Neo, CLIP) are computed now.
     ignored = re.compile(
-        "|".join({r"\.inv_freq$|\.masked_bias$", *model._keys_to_ignore_on_load_unexpected})
+        "|".join(
+            {r"\.(inv_freq|masked_bias|attention\.bias|position_ids)$"}
+            | model._keys_to_ignore_on_load_unexpected
+        )
     )
     pieces = []
     extra = []
