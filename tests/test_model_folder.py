@@ -18,6 +18,7 @@ from tiny import tiny_config, tiny_model, tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.tokens import encode, hidden
+from utils.model.attention import settle_attention
 from utils.model.folder import check_model_config, check_vocab, open_weights, read_config
 from utils.model.loading import build_model
 from utils.run.errors import ConfigError
@@ -330,7 +331,6 @@ def test_good_configs_pass(tmp_path, kind):
 
 
 BAD_CONFIG = {  # fields that are changed -> words in the answer
-    "own code": ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "--trust_remote_code"),
     "own code, switched on by itself": ({"trust_remote_code": True}, "--trust_remote_code"),
     "own attention": ({"_attn_implementation_internal": "org/kernel"}, "--trust_remote_code"),
     "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "fp8 weights"),
@@ -366,6 +366,16 @@ def test_bad_config_is_refused_by_field(tmp_path, kind):
     assert words in text
 
 
+def test_a_model_that_brings_older_code_is_built_with_transformers_own(tmp_path):
+    """As Phi-3.5 and DeepSeek-V2-Lite do, whose code the newest transformers does not run any more."""
+    fields = {"auto_map": {"AutoConfig": "configuration_phi3.C", "AutoModelForCausalLM": "m.M"}}
+    config = {**tiny_config("phi3").to_dict(), **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = build_model(read_config(tmp_path, False), torch.float32)
+    assert type(model) is type(AutoModelForCausalLM.from_config(tiny_config("phi3")))
+    assert settle_attention(model, "auto", torch.device("cpu"), torch.float32) == "varlen"
+
+
 @pytest.mark.parametrize("model_type", ["llamma9", None, ["llama"], "vit"])
 def test_what_is_no_type_of_a_language_model_is_refused_in_one_line(tmp_path, model_type):
     config = {**tiny_config("llama").to_dict(), "model_type": model_type}
@@ -393,8 +403,9 @@ def test_own_code_needs_the_flag_and_nothing_else(tmp_path):
         "model_type": "mine",
         "auto_map": {"AutoConfig": "mine.Mine"},
     }
-    (tmp_path / "config.json").write_text(json.dumps({**config, "trust_remote_code": True}))
-    assert "auto_map" in refusal(check_model_config, tmp_path, False)
+    for itself in ({}, {"trust_remote_code": True}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **itself}))
+        assert "--trust_remote_code if you have read" in refusal(read_config, tmp_path, False)
     check_model_config(tmp_path, trust_remote_code=True)
 
 

@@ -163,13 +163,14 @@ def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: t
     config = model.config.get_text_config()
     fields = config.to_dict()
     kind = config.model_type
+    others_own = "transformers_modules" in type(model).__module__  # the folder's own code
     set_fields = [field for field in NOT_IN_VARLEN if fields.get(field)]
     reason = ""  # why varlen does not work
     if lacks_grouped_kernels(device, dtype):
         reason = f"needs a GPU of compute capability 8 and 16 bit, not {dtype}"
     elif set_fields:
         reason = f"has no {', '.join(set_fields)}, as {kind} wants it"
-    elif not type(model)._supports_flash_attn or kind in NEED_MASKS or "auto_map" in fields:
+    elif not type(model)._supports_flash_attn or kind in NEED_MASKS or others_own:
         reason = f"is not known to be right for {kind}"
     check(not reason or attn == "auto", f"--attn varlen {reason} (fix: leave out --attn)")
     if reason:

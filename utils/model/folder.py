@@ -30,7 +30,7 @@ logging.getLogger("bitsandbytes").setLevel("ERROR")
 OTHER_FORMATS = tuple(".bin .pt .pth .ckpt .gguf .h5 .msgpack".split())
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-RUNS_CODE = "auto_map trust_remote_code _attn_implementation_internal".split()
+RUNS_CODE = "trust_remote_code _attn_implementation_internal".split()
 COSMETIC = "architectures dtype torch_dtype transformers_version use_cache".split()
 
 # Model types that transformers lists as causal language models, but that cannot be trained as one.
@@ -185,18 +185,17 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
         for field in RUNS_CODE:
             check(
                 trust_remote_code or not section.get(field),
-                f"{file}: {field}: the folder would run its code (fix: --trust_remote_code if you have read"
-                " it, or remove the field if transformers has the model)",
+                f"{file}: {field}: code would be run (fix: --trust_remote_code if you have read it)",
             )
-        for field in ("quantization_config", "compression_config"):
-            method = section.get(field)
-            if isinstance(method, dict):
-                method = method.get("quant_method", "unnamed")
-            check(
-                not method,
-                f"{file}: {field}: {method} weights cannot be trained (fix: the model before quantization; of"
-                f" fp8 and mxfp4 recipes/export.py --model {folder} --output_dir NEW makes bf16)",
-            )
+        method = section.get("quantization_config")
+        if isinstance(method, dict):
+            method = method.get("quant_method", "unnamed")
+        check(
+            not method,
+            f"{file}: quantization_config: {method} weights cannot be trained (fix: the model before"
+            " quantization; of fp8 and mxfp4"
+            f" recipes/export.py --model {folder} --output_dir NEW makes bf16)",
+        )
         check(
             section.get("use_bidirectional_attention") not in (True, "all"),
             f"{file}: with use_bidirectional_attention tokens see what they are to predict"
@@ -248,7 +247,10 @@ def read_config(folder: Path, trust_remote_code: bool) -> transformers.Pretraine
     """The config of a model folder, checked before transformers sees it. ConfigError names the file."""
     check_model_config(folder, trust_remote_code)
     file = folder / "config.json"
-    with others_code(str(file), "the config.json of a model that this transformers knows"):
+    # If `auto_map` names code of the folder, transformers runs it only if that is trusted. Else it takes its
+    # own class (Phi-3.5, DeepSeek-V2), or raises an error if it has none.
+    fix = "a model that this transformers knows, or --trust_remote_code if you have read its code"
+    with others_code(str(file), fix):
         return transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
