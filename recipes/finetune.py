@@ -108,7 +108,7 @@ class Config:
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     format: FormName = "auto"  # format of the rows; auto: recognized from their keys
-    columns: str = ""  # our key=your column: prompt=question,completion=answer
+    columns: str = ""  # our key=your column: instruction=question,output=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own

@@ -136,7 +136,7 @@ class Config:
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: model's default
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     format: Literal["auto", "completion"] = "auto"  # completion: texts do not become chat turns
-    columns: str = ""  # our key=your column: prompt=question,completion=answer
+    columns: str = ""  # our key=your column: instruction=question,output=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all

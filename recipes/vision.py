@@ -113,7 +113,7 @@ class Config:
     image_dir: str = ""  # folder of the pictures; empty: folder of the data file
     image_max_pixels: int = 0  # shrink larger pictures, before the model's processor; 0: never
     format: FormName = "auto"  # format of the rows; auto: recognized from their keys
-    columns: str = ""  # our key=your column: prompt=question,completion=answer
+    columns: str = ""  # our key=your column: instruction=question,output=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own

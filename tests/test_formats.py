@@ -494,13 +494,40 @@ def test_an_answer_under_another_name_is_hinted_at_and_pairs_are_sent_to_their_t
     assert "(fix: --columns completion=response)" in refusal({"prompt": "a", "response": "b"})
     said = refusal({"conversation": CHAT["messages"]})  # as in examples of axolotl
     assert (
-        "(fix: --columns text=THEIRS, messages=THEIRS, or prompt=THEIRS,completion=THEIRS)" in said
+        "(fix: --columns messages=THEIRS, text=THEIRS, or instruction=THEIRS,output=THEIRS," in said
     )
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     for row in (pair, {**PAIR, "label": True}, {**CHAT, "kto_tag": False}):
         said = refusal(row)
         assert "here a row has one text answer (fix: recipes/prefer.py)" in said
         assert "--bad_rows" not in said
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "want"),
+    [
+        (
+            {"system_prompt": "Be brief.", "question": "1 + 2?", "response": "3"},
+            "instruction=question,output=response,system=system_prompt",
+            [{"role": "system", "content": "Be brief."}, user("1 + 2?"), says("3")],
+        ),
+        (
+            {"context": "CREATE TABLE t", "question": "How many?", "answer": "SELECT 1"},
+            "instruction=question,output=answer,input=context",
+            [user("How many?\n\nCREATE TABLE t"), says("SELECT 1")],
+        ),
+        ({"question": "1 + 2?", "answer": "3"}, "", [user("1 + 2?"), says("3")]),
+    ],
+    ids=["OpenOrca", "sql-create-context", "gsm8k"],
+)
+def test_questions_under_other_names_become_turns_with_the_columns_of_the_error(row, columns, want):
+    with pytest.raises(ValueError, match="fix: --columns") as refused:
+        messages_of(row)
+    keys = (columns or "instruction=question,output=answer").split(",")
+    assert all(f"{key.partition('=')[0]}=THEIRS" in str(refused.value) for key in keys)
+    row, form = renamed(row, parse_columns(",".join(keys)))
+    assert form == "alpaca"
+    assert to_messages(row, form, Counter())[0] == want
 
 
 def test_forms_are_told_by_their_keys():

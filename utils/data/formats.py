@@ -35,7 +35,10 @@ KNOWN = (
     "messages (chat), conversations (ShareGPT), instruction and output (alpaca), prompt and completion, text,"
     " input_ids (tokens)"
 )
-COLUMNS = {*FORMS, *"input output system history tools prompt labels attention_mask".split()}
+COLUMNS = {
+    *FORMS,
+    *"input output system history tools prompt labels attention_mask image images".split(),
+}
 # further keys, of preferences.py and questions.py
 PREFERENCES = set("chosen rejected label kto_tag answer choices".split())
 ROLES = {  # role in a row -> ours
@@ -105,15 +108,15 @@ def form_of(row: dict) -> str:
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """Parse --columns prompt=question,completion=answer to {our key: column of the data}, or ConfigError."""
+    """Parse --columns instruction=question,output=answer to {our key: column of the data}, or ConfigError."""
     columns = {}
-    keys = COLUMNS | PREFERENCES | {"image", "images"}
+    keys = COLUMNS | PREFERENCES
     for pair in filter(None, text.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
         check(
             equals and theirs and ours in keys and ours not in columns,
             f"--columns {text!r}: {pair!r} is no KEY=COLUMN, its key given twice or none of"
-            f" {', '.join(sorted(keys))} (fix: --columns prompt=question,completion=answer)",
+            f" {', '.join(sorted(keys))} (fix: --columns instruction=question,output=answer)",
         )
         columns[ours] = theirs
     return columns
@@ -164,11 +167,13 @@ def examine_keys(row: dict, form: str, notes: Counter) -> None:
         if "prompt" in row:
             theirs = next((key for key in ANSWERS if key in row), "THEIRS")
             raise ValueError(
-                f"these are prompts without an answer; {ONE_ANSWER} (fix: --columns completion={theirs})"
+                f"these are prompts without an answer; {ONE_ANSWER} (fix: --columns completion={theirs});"
+                f" for a chat model --columns instruction=prompt,output={theirs}"
             )
         raise ValueError(
             f"its keys are {_keys(row)}; the rows that can be read have {KNOWN}"
-            " (fix: --columns text=THEIRS, messages=THEIRS, or prompt=THEIRS,completion=THEIRS)"
+            " (fix: --columns messages=THEIRS, text=THEIRS, or instruction=THEIRS,output=THEIRS, with"
+            " input=THEIRS and system=THEIRS if it has them)"
         )
 
 
@@ -177,7 +182,7 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
     earlier turns as [question, answer] pairs.
     """
     question = text_of(row, "instruction")
-    if row.get("input") not in (None, ""):
+    if row.get("input"):
         question += "\n\n" + typed(row, "input", str)
     history = typed(row, "history", list) if row.get("history") else []
     pairs = [*history, [question, text_of(row, "output")]]
@@ -200,7 +205,10 @@ def read_completion(row: dict, notes: Counter) -> Read:
         return conversation(row | {"turns": turns + row["completion"]}, notes)
     for key in ("tools", "system"):
         if row.get(key):
-            raise ValueError(f"{key}: a prompt and a completion of plain text have no place for it")
+            raise ValueError(
+                f"{key}: a prompt and a completion of plain text have no place for it"
+                " (fix: --columns instruction=prompt,output=completion, the names of the columns)"
+            )
     return [
         {"role": "text", "content": typed(row, "prompt", str), "weight": 0},
         {"role": "text", "content": text_of(row, "completion"), "weight": 1},
