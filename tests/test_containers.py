@@ -234,6 +234,10 @@ def test_a_data_set_that_is_nowhere_is_one_line():
         in refusal("splits")
     )
     assert values("splits:test") == ROWS
+    rows = datasets.Dataset.from_list(ROWS)
+    names = "train_sft test_sft train_gen test_gen".split()  # of ultrachat_200k
+    datasets.DatasetDict(dict.fromkeys(names, rows)).save_to_disk("ultrachat")
+    assert "(fix: --dataset ultrachat:train_sft)" in refusal("ultrachat")
     assert "--dataset splits:dev: it has no split dev, but test" in refusal("splits:dev")
 
 

@@ -82,7 +82,7 @@ def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
         reason = f"it has no split {split}, but {', '.join(data_set)}"
         check(
             split in data_set,
-            f"--dataset {name}: {reason} (fix: --dataset {path}:{min(data_set)})",
+            f"--dataset {name}: {reason} (fix: --dataset {path}:{max(data_set)})",
         )
         data_set = data_set[split]
     files = [Path(file["filename"]) for file in data_set.cache_files]
