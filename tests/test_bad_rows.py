@@ -680,6 +680,26 @@ def test_the_form_and_dropped_rows_are_told(said):
     )
 
 
+def test_dolly_and_alpaca_are_read_with_the_flags_that_their_errors_name(said):
+    dolly = {"instruction": "Who?", "context": "Ann did.", "response": "Ann", "category": "qa"}
+    write("dolly.jsonl", lines(dolly))
+    answer = said("dolly.jsonl")
+    assert "dolly.jsonl:1: output: missing; the row has 'instruction', 'context'" in answer
+    assert "--columns output=THEIRS, and input=THEIRS for a column beside the question" in answer
+    answer = said("dolly.jsonl", columns="output=response,input=context")
+    assert ": 1 rows" in answer
+    assert "context" not in answer  # no ignored key
+    # Some of its answers are empty, and its "text" is the prompt with the answer.
+    alpaca = [ALPACA | {"text": "### Instruction: ..."}, ALPACA | {"output": "", "text": "### ..."}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(alpaca), "alpaca.parquet")
+    answer = said("alpaca.parquet")
+    assert "alpaca.parquet row 2: output: missing" in answer
+    assert "leave out a few such rows with --bad_rows drop" in answer
+    answer = said("alpaca.parquet", bad_rows="drop")
+    assert ": 1 rows" in answer
+    assert "1 dropped: bad rows" in answer
+
+
 def test_columns_of_the_command_line(said):
     write("a.csv", "question,answer\n1 + 1?,2\n")
     assert "form      a.csv: completion" in said(

@@ -139,7 +139,10 @@ class Part:
         if self.bad and rows.bad_rows == "error":
             lines = faults[:MOST_FAULTS]
             if faults[MOST_FAULTS:]:
-                lines.append(f"and {len(faults) - MOST_FAULTS:,} more")
+                lines.append(
+                    f"and {len(faults) - MOST_FAULTS:,} more (recipes that train leave bad rows out with"
+                    " --bad_rows drop)"
+                )
             raise ConfigError(lines)
         for ours, theirs in parse_columns(rows.columns).items():
             check(theirs in self.columns, f"--columns {ours}={theirs}: no row has {theirs!r}")

@@ -389,7 +389,10 @@ def json_name(value: object) -> str:
 def typed(holder: dict, key: str, kind: type, path: str = ""):
     """holder[key]; ValueError if it has another type. path: of the holder in the row, "messages[2]."."""
     if key not in holder:
-        row_has = f"; the row has {_keys(holder)} (fix: --columns {key}=THEIRS)"
+        row_has = (
+            f"; the row has {_keys(holder)} (fix: --columns {key}=THEIRS, and input=THEIRS for a column"
+            f" beside the question; recipes that train leave out a few such rows with --bad_rows drop)"
+        )
         raise ValueError(f"{path}{key}: missing{'' if path else row_has}")
     if not isinstance(holder[key], kind):
         raise ValueError(f"{path}{key}: expected {JSON_NAMES[kind]}, got {json_name(holder[key])}")
