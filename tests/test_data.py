@@ -153,7 +153,7 @@ def test_up_to_ten_faults_are_listed(write, tokenizer):
         load_examples, write("bad.jsonl", "\n".join([LINE, *bad])), tokenizer, 64
     ).splitlines()
     assert [line.split(": ")[0] for line in lines[:10]] == [f"bad.jsonl:{n}" for n in range(2, 12)]
-    assert lines[10:] == ["and 3 more (recipes that train leave bad rows out with --bad_rows drop)"]
+    assert lines[10:] == ["and 3 more (recipes that train take --bad_rows drop)"]
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def test_reading_ends_some_rows_after_the_first_fault(write, tokenizer, monkeypa
     file = write("endless.jsonl", "\n".join([LINE] * 10 + [BAD[0]] * 5000))
     *_, last = refusal(load_examples, file, tokenizer, 64).splitlines()
     # of 192 rows, three chunks
-    assert last == "and 172 more (recipes that train leave bad rows out with --bad_rows drop)"
+    assert last == "and 172 more (recipes that train take --bad_rows drop)"
 
 
 # --- examples -> global batches

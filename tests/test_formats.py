@@ -320,8 +320,21 @@ def test_null_fields_of_a_turn_as_openais_client_writes_them_are_no_calls_and_no
 
 BAD = [
     ({"messages": None}, "messages: expected list, got null"),
-    ({"messages": ["Hi"]}, "messages[0]: expected object, got text"),
-    ({"messages": [{"content": "Hi"}]}, "messages[0].role: missing"),
+    (  # LIMA
+        {"conversations": ["Hi", "Hello"], "source": "wikihow"},
+        'conversations[0]: expected object, got text (fix: {"role": "user", "content": ...})',
+    ),
+    ({"messages": [{"content": "Hi"}]}, "messages[0].role: missing; there are only 'content'"),
+    (  # OpenAssistant/oasst1
+        {
+            "message_id": "b",
+            "parent_id": "a",
+            "message_tree_id": "a",
+            "text": "Hi",
+            "role": "prompter",
+        },
+        "message_tree_id: single messages of trees (fix: one row a path,",
+    ),
     ({"messages": [{"role": "user"}]}, "messages[0].content: missing"),
     ({"messages": [user(5)]}, "messages[0].content: expected text, got number"),
     ({"messages": [user({})]}, "messages[0].content: expected text, got object"),

@@ -140,8 +140,7 @@ class Part:
             lines = faults[:MOST_FAULTS]
             if faults[MOST_FAULTS:]:
                 lines.append(
-                    f"and {len(faults) - MOST_FAULTS:,} more (recipes that train leave bad rows out with"
-                    " --bad_rows drop)"
+                    f"and {len(faults) - MOST_FAULTS:,} more (recipes that train take --bad_rows drop)"
                 )
             raise ConfigError(lines)
         for ours, theirs in parse_columns(rows.columns).items():

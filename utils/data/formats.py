@@ -80,7 +80,10 @@ PICTURES = (
     f" ({REMEDY})"
 )
 # key -> reason
-REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}
+REFUSED = {
+    "functions": "tools under another name (fix: --columns tools=functions)",
+    "message_tree_id": 'single messages of trees (fix: one row a path, {"messages": [...]})',
+}
 REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTURES)
 REFUSED |= dict.fromkeys(
     "chosen rejected chosen_messages rejected_messages kto_tag kto_tags".split(), PAIRS
@@ -247,7 +250,9 @@ def conversation(row: dict, notes: Counter, key: str = "turns") -> Read:
     for i, turn in enumerate(typed(row, key, list)):
         path = f"{key}[{i}]"
         if not isinstance(turn, dict):
-            raise ValueError(f"{path}: expected object, got {json_name(turn)}")
+            raise ValueError(
+                f'{path}: expected object, got {json_name(turn)} (fix: {{"role": "user", "content": ...}})'
+            )
         role_key, text_key = keys_of(turn)
         name = typed(turn, role_key, str, f"{path}.")
         role = ROLES.get(name)
@@ -393,7 +398,9 @@ def typed(holder: dict, key: str, kind: type, path: str = ""):
             f"; the row has {_keys(holder)} (fix: --columns {key}=THEIRS, and input=THEIRS for a column"
             f" beside the question; recipes that train leave out a few such rows with --bad_rows drop)"
         )
-        raise ValueError(f"{path}{key}: missing{'' if path else row_has}")
+        raise ValueError(
+            f"{path}{key}: missing{'; there are only ' + _keys(holder) if path else row_has}"
+        )
     if not isinstance(holder[key], kind):
         raise ValueError(f"{path}{key}: expected {JSON_NAMES[kind]}, got {json_name(holder[key])}")
     return holder[key]
