@@ -117,6 +117,14 @@ PAIRS = [  # (row, the turns before the answers)
         },
         [ASK],
     ),
+    (  # ORPO-DPO-mix: the prompt is the first question
+        {
+            "prompt": "One",
+            "chosen": [*EARLIER, ASK, GOOD],
+            "rejected": [*EARLIER, ASK, BAD],
+        },
+        [*EARLIER, ASK],
+    ),
     ({"messages": [ASK], "chosen": GOOD, "rejected": BAD}, [ASK]),
     (
         {
@@ -237,6 +245,10 @@ def test_answers_of_several_turns_are_trained_whole(tokenizer):
 WRONG = [
     ({"messages": [ASK, GOOD]}, "expected chosen and rejected, or a label"),
     ({"prompt": "a", "chosen": "b"}, "expected chosen and rejected, or a label"),
+    (
+        {"context": [ASK], "response1": "b", "response2": "c", "overall_preference": 2},
+        "rejected=THEIRS; first sort both by a label of the best)",
+    ),
     ({"prompt": "a", "completion": "b", "label": True}, "or a label with prefer.py --loss kto"),
     ({"chosen": "a", "rejected": "b"}, "prompt: missing; the row has 'chosen', 'rejected'"),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, "after 2 turns of the prompt"),

@@ -15,8 +15,8 @@ has no chat template; otherwise they are chat turns.
 
 The prompt of a pair is the common beginning of both conversations. The prompt of a conversation with a label
 is all but its last turn. The rest is the answer, trained by the rule of chats.py. A text `prompt` beside
-whole conversations must be their last user turn before the answers (UltraFeedback binarized). The prompt must
-have the same tokens in both sequences of a pair.
+whole conversations must be one of their user turns before the answers (UltraFeedback, ORPO-DPO-mix).
+The prompt must have the same tokens in both sequences of a pair.
 
 Sources of these forms: https://huggingface.co/docs/trl/dataset_formats,
 https://llamafactory.readthedocs.io/en/latest/getting_started/data_preparation.html,
@@ -109,7 +109,7 @@ def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
     if label is None or not prompt_key or task == "pairs":
         raise ValueError(
             "expected chosen and rejected, or a label with prefer.py --loss kto, and what they answer (fix:"
-            " --columns prompt=THEIRS,chosen=THEIRS,rejected=THEIRS)"
+            " --columns prompt=THEIRS,chosen=THEIRS,rejected=THEIRS; first sort both by a label of the best)"
         )
     if not isinstance(label, bool):
         raise ValueError(
@@ -169,8 +169,8 @@ def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) 
     if not questions:
         raise ValueError("chosen and rejected have no common beginning, which is the prompt")
     prompt = row.get("prompt") or None
-    if isinstance(prompt, str) and questions[-1].strip() != prompt.strip():
-        raise ValueError("prompt: not the last turn of the user before the answers")
+    if isinstance(prompt, str) and prompt.strip() not in map(str.strip, questions):
+        raise ValueError("prompt: not the last turn of the user before the answers, nor another")
     return start
 
 

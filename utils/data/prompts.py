@@ -55,11 +55,11 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
         )
         return messages, tools, row.get("output"), *others
     extras = {key: row[key] for key in EXTRAS if row.get(key)}
-    if isinstance(text, str) and messages is None:
-        if not extras:
-            return text, None, None
-        text = [{"role": "user", "content": text}]
-    if isinstance(text, list) and messages is None:
+    if messages is None:
+        if isinstance(text, str):
+            if not extras:
+                return text, None, None
+            text = [{"role": "user", "content": text}]
         messages = text
         text = None
     if not isinstance(messages, list) or text is not None:
