@@ -145,6 +145,14 @@ PAIRS = [  # (row, the turns before the answers)
         },
         [*EARLIER, ASK],
     ),
+    (  # Dahoas/full-hh-rlhf
+        {**TEXTS, "prompt": transcript(*EARLIER, ASK, says("")).rstrip()},
+        [*EARLIER, ASK],
+    ),
+    (  # a question about a transcript is none
+        {**TEXTS, "prompt": "Human: One\n\nAssistant: Two\n\nIs it good?"},
+        [user("Human: One\n\nAssistant: Two\n\nIs it good?")],
+    ),
 ]
 
 

@@ -5,6 +5,7 @@
 {"conversations" or "messages": [turn, ...], "chosen": A, "rejected": A}      ShareGPT
 {"chosen": [turn, ...], "rejected": [turn, ...]}                              two whole conversations
 {"chosen": "\\n\\nHuman: ... \\n\\nAssistant: ...", "rejected": ...}              hh-rlhf: two transcripts
+{"prompt": "\\n\\nHuman: ... \\n\\nAssistant:", "chosen": TEXT, "rejected": TEXT}  full-hh-rlhf
 {"prompt": TEXT or [turn, ...], "completion": A, "label": true}               or kto_tag
 {"instruction": TEXT, "input": TEXT, "output": TEXT, "label": true}
 {"conversations" or "messages": [turn, ..., answer], "label": false}
@@ -113,8 +114,7 @@ def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
         )
     if not isinstance(label, bool):
         raise ValueError(
-            f"{key}: expected true or false, got {label!r:.40} (fix: true or false, without quotes, in .jsonl"
-            " or .parquet)"
+            f"{key}: expected true or false, got {label!r:.40} (fix: true or false, without quotes, in JSON)"
         )
     return {ANSWER_OF.get(prompt_key, prompt_key): label}
 
@@ -128,13 +128,14 @@ def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Count
         return conversation(row | {key: turns}, notes, key)
     if prompt_key == "instruction":
         return read_alpaca(row | {"output": row[key]}, notes)
+    prompt_key = prompt_key or "prompt"
     prompt = row.get(prompt_key)
     if isinstance(prompt, str):
+        *earlier, last = answer_turns(row, prompt_key, "")  # raises if it is empty
         if is_plain and isinstance(row[key], str):
             return read_completion(row | {"completion": row[key]}, notes)
-        row = row | {prompt_key: [{"role": "user", "content": prompt}]}
-    if not prompt_key:
-        text_of(row, "prompt")  # raises: it is missing or empty
+        # a transcript ends with "Assistant:"
+        row[prompt_key] = earlier if "" in last.values() else [{"role": "user", "content": prompt}]
     name = f"{prompt_key} + {key}"  # the key of these turns in errors
     turns = typed(row, prompt_key, list) + turns
     return conversation(row | {name: turns}, notes, name)

@@ -43,7 +43,7 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
     assistant, which is no part of the prompt. read: returns (messages, tools, ...); its further values are
     returned too. ValueError names what is wrong with the row.
     """
-    text = row.get("prompt") or None
+    text = row.get("prompt")
     messages = row.get("messages") or row.get("conversations")
     if text and repr(text) in repr(messages):
         text = None  # UltraChat has the question also by itself
@@ -55,14 +55,14 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
         )
         return messages, tools, row.get("output"), *others
     extras = {key: row[key] for key in EXTRAS if row.get(key)}
-    if messages is None:
+    if text and messages is None:
         if isinstance(text, str):
             if not extras:
                 return text, None, None
             text = [{"role": "user", "content": text}]
         messages = text
         text = None
-    if not isinstance(messages, list) or text is not None:
+    if not isinstance(messages, list) or text:
         raise ValueError(f"no prompt to answer; {FORMS_OF_PROMPTS}")
     # to_messages refuses a conversation without an answer, so a placeholder is appended
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
