@@ -253,6 +253,14 @@ def test_a_prompt_and_a_completion_with_a_picture_are_read_as_the_error_says(ope
     assert len(load(rows, *opened("llava")[:2], columns="instruction=input,output=output")) == 1
 
 
+def test_a_picture_with_a_text_alone_needs_a_prompt_as_the_error_says(opened, pictures):
+    row = {"image": "a.png", "text": "x^2"}  # LaTeX_OCR
+    said = refusal(load, [row], *opened("llava")[:2])
+    assert "captions need prompts" in said
+    row["instruction"] = "Write this formula in LaTeX."
+    assert len(load([row], *opened("llava")[:2], columns="output=text")) == 1
+
+
 # --- sources
 
 

@@ -304,7 +304,7 @@ def read_pictured(
     if messages[0]["role"] in ("text", "tokens"):
         if listed:
             raise ValueError(
-                "pictures need turns (fix: --columns instruction=THEIRS,output=THEIRS)"
+                "pictures need turns (fix: --columns instruction=THEIRS,output=THEIRS); captions need prompts"
             )
         return messages, tools, [], form
     if not sources:  # the texts mark pictures with <image>, or not at all
