@@ -395,8 +395,8 @@ def typed(holder: dict, key: str, kind: type, path: str = ""):
     """holder[key]; ValueError if it has another type. path: of the holder in the row, "messages[2]."."""
     if key not in holder:
         row_has = (
-            f"; the row has {_keys(holder)} (fix: --columns {key}=THEIRS, and input=THEIRS for a column"
-            f" beside the question; recipes that train leave out a few such rows with --bad_rows drop)"
+            f"; the row has {_keys(holder)} (fix: --columns {key}=THEIRS; a column beside the"
+            f" instruction is input=THEIRS; recipes that train leave out such rows with --bad_rows drop)"
         )
         raise ValueError(
             f"{path}{key}: missing{'; there are only ' + _keys(holder) if path else row_has}"
