@@ -80,6 +80,17 @@ def test_padding_of_token_ids_is_left_out():
         messages_of(row | {"attention_mask": [1]})
 
 
+def test_a_part_that_is_the_word_text_is_refused():
+    with pytest.raises(ValueError, match="'text' is no text; here a row"):
+        messages_of({"messages": [user(["text"]), says()]})
+
+
+def test_alpaca_input_that_is_no_text_is_refused():
+    for value in (0, False, [], 5):
+        with pytest.raises(ValueError, match="^input: expected text"):
+            messages_of({**ALPACA, "input": value})
+
+
 def test_alpaca_input_may_lack():
     want = [user("Add."), says("3")]
     for row in [{}, {"input": None}, {"input": ""}, {"id": 7}, {"history": []}, {"system": ""}]:

@@ -185,7 +185,7 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
     earlier turns as [question, answer] pairs.
     """
     question = text_of(row, "instruction")
-    if row.get("input"):
+    if row.get("input") not in (None, ""):
         question += "\n\n" + typed(row, "input", str)
     history = typed(row, "history", list) if row.get("history") else []
     pairs = [*history, [question, text_of(row, "output")]]
@@ -337,8 +337,8 @@ def content_of(turn: dict, key: str, path: str) -> str:
         return typed(turn, key, str, path)
     text = ""
     for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text" or kind is part:
             raise ValueError(f"{path}{key}[{i}].type: {str(kind)[:40]!r} is no text; {PICTURES}")
         text += typed(part, "text", str, f"{path}{key}[{i}].")
     return text
