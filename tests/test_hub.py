@@ -29,13 +29,16 @@ FILES = {
     "config.json": b"{}",
     "tokenizer.json": b"[]",
     "chat_template.jinja": b"{{ m }}",
+    "LICENSE": b"of the model",
+    "USE_POLICY.md": b"of its use",
     "model.safetensors": WEIGHTS,
     "modeling_own.py": b"raise SystemExit('run')",
     "pytorch_model.bin": b"pickle",
     "consolidated.safetensors": WEIGHTS,
     "original/params.json": b"{}",
 }
-FETCHED = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+FETCHED = ["LICENSE", "USE_POLICY.md", "chat_template.jinja", "config.json", "model.safetensors"]
+FETCHED.append("tokenizer.json")
 ETAG = hashlib.sha1(WEIGHTS).hexdigest()
 
 # Fetch every name of argv, and answer one line of JSON: the folder, or the one error.
@@ -211,7 +214,13 @@ def test_two_ranks_download_once_and_share_the_folder(answers):
     assert first["folder"] == second["folder"]
     assert files(first["folder"]) == FETCHED
     assert (Path(first["folder"]) / "model.safetensors").read_bytes() == WEIGHTS
-    assert [len(gets("org/plain", name)) for name in FETCHED] == [1] * 4, Hub.served
+    assert [len(gets("org/plain", name)) for name in FETCHED] == [1] * 6, Hub.served
+
+
+def test_the_licence_comes_along_for_the_save_to_copy(answers):
+    folder = Path(answers["org/plain"][0]["folder"])
+    assert (folder / "LICENSE").read_bytes() == FILES["LICENSE"]
+    assert (folder / "USE_POLICY.md").exists()
 
 
 def test_model_code_comes_only_when_it_is_trusted(answers):

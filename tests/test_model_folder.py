@@ -305,6 +305,15 @@ def test_the_advice_for_bin_files_works_as_printed(tmp_path):
     assert set(open_weights(Path(converted))) == set(model.state_dict())
 
 
+def test_a_hub_id_whose_weights_are_bin_files_alone_is_told_how_to_convert_them(tmp_path):
+    """Vicuna, OPT, GPT-J: of their .bin only the index is fetched."""
+    for name in ("config.json", "pytorch_model.bin.index.json", "tokenizer.model"):
+        (tmp_path / name).write_text("{}")
+    text = refusal(open_weights, tmp_path)
+    assert "pytorch_model.bin.index.json" in text
+    assert 'AutoModelForCausalLM.from_pretrained("OWNER/NAME").save_pretrained("NEW")' in text
+
+
 def test_an_adapter_is_named_as_one_also_beside_the_config_of_its_base(tmp_path):
     """axolotl saves that too, of a QLoRA with the quantization of its base."""
     tiny_config("llama", quantization_config={"quant_method": "bitsandbytes"}).save_pretrained(

@@ -13,7 +13,7 @@ from test_tokens import TALK, byte_level, check_prompts, encode_all, metaspace, 
 from utils.data.chats import render_chats
 from utils.data.formats import THOUGHTS
 from utils.data.prompts import Prompt, prompt_ids
-from utils.data.tokens import end_of_turn_ids, load_tokenizer, print_template_notes
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, print_template_notes, set_template
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
 CALL = {"type": "function", "id": "1", "function": {"name": "look", "arguments": {"at": "sea"}}}
@@ -91,6 +91,18 @@ def test_calls_are_trained_where_the_template_writes_them_and_refused_where_it_d
     assert trained[0].startswith(lead + kind.call)
     assert trained[1] == f"{kind.lead}blue{kind.end}"
     assert notes["rows with tools, which the chat template of the tokenizer does not write"] == 1
+
+
+def test_a_template_without_calls_is_told_of_one_that_needs_no_new_token():
+    """Gemma's and Phi-4-mini's tokenizers have none of the tokens of chatml."""
+    tokenizer = metaspace()
+    tokenizer.chat_template = next(kind for kind in KINDS.values() if kind.call is None).template
+    with pytest.raises(ValueError, match="does not write tool_calls.*chatml or alpaca"):
+        encode_all(tokenizer, CALLS, TOOLS)
+    set_template(tokenizer, "alpaca")
+    sequences = encode_all(tokenizer, CALLS, TOOLS)
+    trained = [text for sequence in sequences for text in trained_texts(tokenizer, *sequence)]
+    assert any('"look"' in text for text in trained)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def examine_parts(tokenizer, marked: Messages, tools, trained: list[int], notes:
             if (i, part) in lost:
                 raise ValueError(
                     f"{part} of turn {i + 1}: {template} does not write {part}, and the model would learn to"
-                    " leave it out (fix: a --chat_template that does, or chatml)"
+                    " leave it out (fix: a --chat_template that does, such as chatml or alpaca)"
                 )
         if (i, "thoughts") in lost:
             notes[f"rows with reasoning_content, which {template} does not write"] = 1
@@ -206,7 +206,7 @@ def turn_of(
         if begins_early(tokenizer, marked_turns, tools):
             raise ValueError(
                 f"turn {i + 1}: once it is answered, the {template_name(tokenizer)} no longer begins with the"
-                " prompt, so others' words would be trained (fix: another --chat_template, or chatml)"
+                " prompt, so others' words would be trained (fix: another --chat_template, chatml or alpaca)"
             )
         first = len(commonprefix((prompt, text)))
         problem = prompt_difference(tokenizer, prompt, text, first)

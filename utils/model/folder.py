@@ -287,15 +287,12 @@ def refuse_without_weights(folder: Path) -> None:
     """Raise ConfigError, which says what a folder without safetensors holds, and how to convert it."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     found = [name for name in names if name.endswith(OTHER_FORMATS)]
-    check(
-        found,
-        f"{folder}: no model.safetensors and no index of one, but {first_five(names) or 'nothing'}"
-        " (fix: another --model)",
-    )
     raise ConfigError(
-        f"{folder}: only {first_five(found)}: other formats than safetensors can run code (fix: of .bin, if"
-        f' you trust it: AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW"), and copy'
-        " the tokenizer there; of others, the model that they were made from)"
+        f"{folder}: no model.safetensors and no index of one, but {first_five(found or names) or 'nothing'};"
+        " other formats can run code, and are not fetched from the hub (fix: another --model; of .bin, if"
+        f""" you trust it: AutoModelForCausalLM.from_pretrained("{folder if found else "OWNER/NAME"}")"""
+        '.save_pretrained("NEW"), and copy the tokenizer there; of others, the model that they were'
+        " made from)"
     )
 
 

@@ -6,9 +6,11 @@ from huggingface_hub import snapshot_download
 
 from ..run.errors import ConfigError, reason_of_others
 
-# The files to fetch, and files of weights in other layouts, which are left out.
-FILES = ["*.safetensors", "*.json", "tokenizer.*", "*.model", "*.jinja", "*.txt"]
-NOT_FILES = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*"]
+# The files to fetch, among them the licence, which a save copies; and files of weights in other layouts,
+# which are left out.
+FILES = """*.safetensors *.json tokenizer.* *.model *.tiktoken *.jinja *.txt
+    LICENSE* NOTICE* USE_POLICY*""".split()
+NOT_FILES = "*/*.safetensors */*.json original/* consolidated*".split()
 
 
 def fetch(name: str, trust_remote_code: bool, near: str) -> str:
