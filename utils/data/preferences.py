@@ -134,7 +134,7 @@ def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Count
         *earlier, last = answer_turns(row, prompt_key, "")  # raises if it is empty
         if is_plain and isinstance(row[key], str):
             return read_completion(row | {"completion": row[key]}, notes)
-        # a transcript ends with "Assistant:"
+        # A transcript ends with "Assistant:". The other side, and begin_of_answers, take the turns too.
         row[prompt_key] = earlier if "" in last.values() else [{"role": "user", "content": prompt}]
     name = f"{prompt_key} + {key}"  # the key of these turns in errors
     turns = typed(row, prompt_key, list) + turns
