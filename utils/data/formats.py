@@ -338,7 +338,7 @@ def content_of(turn: dict, key: str, path: str) -> str:
     text = ""
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
-        if kind != "text" or kind is part:
+        if kind != "text" or kind is part:  # a part may be the word itself
             raise ValueError(f"{path}{key}[{i}].type: {str(kind)[:40]!r} is no text; {PICTURES}")
         text += typed(part, "text", str, f"{path}{key}[{i}].")
     return text

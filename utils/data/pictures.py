@@ -286,7 +286,7 @@ def read_pictured(
 ) -> tuple[Messages, list | None, list[str], str]:
     """(messages, tools, sources, form). In the contents of messages, PLACE stands for a picture; sources are
     the sources of the pictures as texts, in order. If nothing in the row marks their places, they come before
-    the first user turn, as in TRL.
+    the first user turn, as in TRL. The keys of pictures are taken out of `row`.
     """
     listed = []  # sources in columns of the row
     for key in ("image", "images"):

@@ -171,7 +171,7 @@ def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) 
         raise ValueError("chosen and rejected have no common beginning, which is the prompt")
     prompt = row.get("prompt") or None
     if isinstance(prompt, str) and prompt.strip() not in map(str.strip, questions):
-        raise ValueError("prompt: not the last turn of the user before the answers, nor another")
+        raise ValueError("prompt: none of the turns of the user before the answers")
     return start
 
 
