@@ -261,7 +261,10 @@ WRONG = [
     ({"chosen": "a", "rejected": "b"}, "prompt: missing; the row has 'chosen', 'rejected'"),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, "after 2 turns of the prompt"),
     ({"chosen": [ASK, GOOD], "rejected": [user("x"), BAD]}, "no common beginning"),
-    ({**TEXTS, "chosen": [user("x"), GOOD], "rejected": [user("x"), BAD]}, "prompt: none of the turns"),
+    (
+        {**TEXTS, "chosen": [user("x"), GOOD], "rejected": [user("x"), BAD]},
+        "prompt: none of the turns",
+    ),
     ({**TEXTS, "rejected": " "}, "rejected: empty"),
     ({**TEXTS, "rejected": None}, "rejected: expected text, got null"),
     ({**TEXTS, "chosen": [3]}, "prompt + chosen[1]: expected object, got number"),
