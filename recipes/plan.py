@@ -159,7 +159,7 @@ class Config:
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
-    # auto: the model's default; varlen (no mask) with --packing or in place of eager, if it can
+    # auto: the model's default; with --packing: varlen (no mask) if the model supports it
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
     lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
@@ -517,15 +517,13 @@ def kernel_of(asked: Setting, packing: bool) -> str:
 
 
 def attention_of(cfg: Config, config: transformers.PretrainedConfig, repeats_keys: bool) -> str:
-    """The attention that a run takes: of packs, and for eager, `varlen`, if card and model can do it."""
-    no_varlen = cfg.recipe in ("grpo", "reward", "vision")
-    if no_varlen or repeats_keys or cfg.attn == "flash_attention_2":
+    """The attention that a run takes: of packs `varlen`, if the card and the model can do it."""
+    wanted = cfg.packs or cfg.attn == "varlen"
+    if not wanted or repeats_keys or cfg.attn == "flash_attention_2":
         return cfg.attn
-    attn = cfg.attn.replace("varlen", "eager")
+    attn = cfg.attn.replace("varlen", "auto")
     model = build_model(config, DTYPES[cfg.dtype], attn, cfg.trust_remote_code)
-    if cfg.packs or model.config._attn_implementation == "eager":
-        attn = settle_attention(model, cfg.attn, torch.device("cpu"), DTYPES[cfg.dtype])
-    return attn
+    return settle_attention(model, cfg.attn, torch.device("cpu"), DTYPES[cfg.dtype])
 
 
 def command(cfg: Config, levers: str) -> str:

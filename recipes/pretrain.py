@@ -108,7 +108,7 @@ class Config:
     init: Literal["model", "random"] = "model"
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    # auto: the model's default; varlen (no mask) with --document_mask or in place of eager, if it can
+    # auto: the model's default; with --document_mask: varlen (no mask) if the model supports it
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     format: FormName = "auto"  # format of the rows; auto: recognized from their keys
@@ -220,10 +220,9 @@ def main(cfg: Config) -> Path:
         stored_dtype = source.config.dtype or torch.float32  # build_model changes it
         dtype = DTYPES[cfg.dtype]
         param_dtype = DTYPES[cfg.param_dtype]
-        attn = cfg.attn.replace("varlen", "eager")
+        attn = cfg.attn.replace("varlen", "auto")
         model = build_model(source.config, param_dtype, attn, trust)  # on meta
-        # Models that have only eager, such as gpt-oss, can have varlen too, which keeps no probabilities.
-        if cfg.document_mask or model.config._attn_implementation == "eager":
+        if cfg.document_mask or cfg.attn == "varlen":
             from utils.model.attention import check_packing, settle_attention, wants_flat_packs
 
             attn = settle_attention(model, cfg.attn, world.device, dtype)

@@ -76,7 +76,7 @@ class Config:
     model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    # auto: the model's default; varlen (no mask) with --packing or in place of eager, if it can
+    # auto: the model's default; with --packing: varlen (no mask) if the model supports it
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     image_dir: str = ""  # folder of the pictures; empty: folder of the data file
@@ -191,7 +191,7 @@ def main(cfg: Config) -> bool:
         cfg.tokenizer or tokenizer_of(cfg.adapter) or source.folder, world, trust
     )
     tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
-    attn = cfg.attn.replace("varlen", "eager")
+    attn = cfg.attn.replace("varlen", "auto")
     kind = "pictures" if cfg.train else "text"
     if type(source.config) in KINDS["pictures"]._model_mapping:
         try:
@@ -203,8 +203,7 @@ def main(cfg: Config) -> bool:
         check(cfg.attn != "varlen", "vision.py has no --attn varlen (fix: leave it out)")
     model = build_model(source.config, DTYPES[cfg.param_dtype], attn, trust, kind=kind)  # on meta
     check_vocab(tokenizer, len(model.get_input_embeddings().weight))
-    is_eager = model.config._attn_implementation == "eager"
-    if kind == "text" and (cfg.packing or is_eager):
+    if cfg.packing or cfg.attn == "varlen":
         from utils.model.attention import settle_attention
 
         attn = settle_attention(model, cfg.attn, world.device, DTYPES[cfg.dtype])

@@ -35,8 +35,9 @@ from utils.model.loss import add_chunked_loss, settle_chunked_loss, summed_cross
 from utils.model.options import Quant
 from utils.model.quantize import quantize_linears
 from utils.model.sharding import recompute_activations
-from utils.run.distributed import build_mesh
+from utils.run.distributed import ALONE, build_mesh
 from utils.run.errors import ConfigError
+from utils.train.rollout import Sampling, generate
 
 CPU = torch.device("cpu")
 LONG = 38  # tokens that half of the rows exceed
@@ -288,16 +289,41 @@ def test_a_run_without_packs_trains_gpt_oss_without_all_probabilities(tmp_path, 
     folder = tiny_model_folder(tmp_path / "model", "gpt_oss", vocab_size=271)
     rows = write_rows(tmp_path / "rows.jsonl", 6)
     found = {}
-    for asked, taken in [("auto", "varlen"), ("varlen", "varlen"), ("eager", "eager")]:
+    for asked, taken in [("auto", "sinks"), ("varlen", "varlen"), ("eager", "eager")]:
         flags = {"model": str(folder), "dataset": str(rows), "output_dir": str(tmp_path / asked)}
         cfg = finetune.Config(**flags, attn=asked, batch_size=3, steps=2, save_every=0)
         out = finetune.main(cfg)
         assert f"attention {taken}\n" in capsys.readouterr().out
         steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         found[asked] = [(step["loss"], step["grad_norm"]) for step in steps]
-    assert found["auto"] == found["varlen"]
-    for ours, eager in zip(found["auto"], found["eager"], strict=True):
-        assert ours == pytest.approx(eager, rel=1e-5)
+    for steps in zip(found["auto"], found["varlen"], found["eager"], strict=True):
+        for ours in steps[:2]:
+            assert ours == pytest.approx(steps[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granite_swa", "mimo_v2_flash", "flint"])
+def test_completions_of_models_with_sinks_are_those_of_eager_attention(family):
+    """Of padded prompts longer and shorter than the window of 8 tokens, and of equally long ones."""
+    chosen = build_model(family_config(family), torch.float32).config._attn_implementation
+    sampling = Sampling(12, 1.0, frozenset({5}), pad_id=0, batch_size=4)
+    found = []
+    for attn in ("eager", chosen):
+        model = family_model(family)
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                nn.init.normal_(parameter)
+        model.set_attn_implementation(attn)
+        drawn = []
+        for lengths in ((3, 20, 11, 7), (12, 12)):
+            prompts = [list(range(1, 1 + length)) for length in lengths]
+            keys = [(number,) for number in range(len(lengths))]
+            drawn += generate(model, prompts, keys, sampling, ALONE).values()
+        found.append(drawn)
+    assert chosen == "sinks"
+    for eager, ours in zip(*found, strict=True):
+        assert ours.ids == eager.ids
+        assert ours.log_probs == pytest.approx(eager.log_probs, abs=1e-5)
 
 
 def test_a_family_whose_attention_has_dropout_keeps_sdpa():

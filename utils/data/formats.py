@@ -293,8 +293,7 @@ def read_turn(turn: dict, role: str, text_key: str, path: str, notes: Counter) -
     for foreign in FOREIGN:
         if turn.get(foreign) is not None:  # OpenAI's client writes "function_call": null
             raise ValueError(
-                f'{path}{foreign}: no key of a turn here (fix: "weight": 0 for a turn not trained, tool_calls'
-                " for calls)"
+                f'{path}{foreign}: no key of a turn here (fix: "weight": 0, not trained; tool_calls: calls)'
             )
     message: dict = {"role": role}
     if turn.get("from") == "function_call":

@@ -63,7 +63,7 @@ def find_sources(name: str) -> list[Source]:
     for match, weight in zip(matches, weights, strict=True):
         source = match[1]
         files = files_of(source)
-        if files is None:
+        if not files:
             from .tables import open_data_set
 
             files, read = open_data_set(source)

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..run.errors import check, others_code
@@ -81,7 +82,7 @@ def attend_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -90,6 +91,7 @@ def attend_documents(
     **options,
 ) -> tuple[Tensor, None]:
     """`--attn varlen`, an attention function of transformers: causal, within each document, without any mask.
+    As `sinks` it gets a mask if rows are padded or a layer has a window: (B, 1, T, T_kv) bool, True: seen.
 
     query (1, H, T, D), key and value (1, H_kv, T, D): packs in one row. cu_seq_lens_q (N + 1,) int32: where
     its documents begin, and where the last one ends; the longest has max_length_q tokens. Without
@@ -104,7 +106,7 @@ def attend_documents(
         module = None  # transformers would repeat them again, by its num_key_value_groups
     attend = partial(causal_attention, module, scaling, sliding_window, s_aux)
     if cu_seq_lens_q is None:
-        attended = attend(query, key, value)
+        attended = attend(query, key, value, attention_mask)
     elif s_aux is not None or not query.is_cuda:
         attended = attend_one_by_one(attend, (query, key, value), cu_seq_lens_q)
     else:
@@ -131,32 +133,37 @@ def attend_one_by_one(attend, tensors, cu_seq_lens) -> Tensor:
     return torch.cat([attend(*document) for document in documents], 1)
 
 
-def causal_attention(module, scaling, sliding_window, sinks, query, key, value) -> Tensor:
-    """(B, T, H, D): each token sees itself and those before it, at most `sliding_window` tokens in all.
+def causal_attention(
+    module, scaling, sliding_window, sinks, query, key, value, mask=None
+) -> Tensor:
+    """(B, T, H, D): each token sees itself and those before it, at most `sliding_window` tokens in all; or
+    what the mask lets it see.
 
     Sinks are the scores of one more token, the first, whose value is 0. In one more dimension its key is 1
     and each query is its head's sink. Kernels want a multiple of 8, so there are eight more.
     """
     tokens, size = query.shape[2], value.shape[-1]
-    mask = None
+    if mask is None and sliding_window and tokens > sliding_window:
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
+        mask = mask.tril().triu(1 - sliding_window)
     if sinks is not None:
         query, key, value = (F.pad(tensor, (0, 8, 1, 0)) for tensor in (query, key, value))
         query[..., -1] = sinks[:, None] / scaling
         key[:, :, 0, -1] = 1
-    length = query.shape[2]
-    if sliding_window and length > sliding_window:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        mask = mask.tril().triu(1 - sliding_window)
-        mask[:, : length - tokens] = True  # each token sees the sink
+        if mask is not None:
+            mask = F.pad(mask, (1, 0, 1, 0), value=True)
     attended, _ = sdpa_attention_forward(
-        module, query, key, value, mask, scaling=scaling, is_causal=True
+        module, query, key, value, mask, scaling=scaling, is_causal=tokens > 1
     )
     return attended[:, -tokens:, :, :size]
 
 
-def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Choose the attention for packs, or in place of eager, set it on the model, and return it: auto becomes
-    varlen if that works. Raises ConfigError if `--attn varlen` is given and does not work.
+def settle_attention(
+    model: nn.Module, attn: str, device: torch.device, dtype: torch.dtype, chosen="varlen"
+) -> str:
+    """Choose the attention for packs, set it on the model, and return it: auto becomes varlen if that works.
+    Raises ConfigError if `--attn varlen` is given and does not work. chosen: in place of varlen `sinks`, of
+    a model for which transformers has only eager attention, which keeps all probabilities.
     """
     if attn not in ("auto", "varlen"):
         return attn
@@ -165,7 +172,7 @@ def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: t
     kind = config.model_type
     others_own = "transformers_modules" in type(model).__module__  # the folder's own code
     set_fields = [field for field in NOT_IN_VARLEN if fields.get(field)]
-    reason = ""  # why varlen does not work
+    reason = ""  # why attend_documents is not right
     if lacks_grouped_kernels(device, dtype):
         reason = f"needs a GPU of compute capability 8 and 16 bit, not {dtype}"
     elif set_fields:
@@ -175,11 +182,13 @@ def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: t
     check(not reason or attn == "auto", f"--attn varlen {reason} (fix: leave out --attn)")
     if reason:
         return attn
-    model.set_attn_implementation("varlen")
-    return "varlen"
+    model.set_attn_implementation(chosen)
+    return chosen
 
 
-AttentionInterface.register("varlen", attend_documents)
+AttentionInterface.register("varlen", attend_documents)  # transformers makes no mask for it
+AttentionInterface.register("sinks", attend_documents)
+AttentionMaskInterface.register("sinks", sdpa_mask)
 
 
 def wants_flat_packs(model: nn.Module) -> bool:

@@ -192,9 +192,8 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
             method = method.get("quant_method", "unnamed")
         check(
             not method,
-            f"{file}: quantization_config: {method} weights cannot be trained (fix: the model before"
-            " quantization; of fp8 and mxfp4"
-            f" recipes/export.py --model {folder} --output_dir NEW makes bf16)",
+            f"{file}: quantization_config: {method} weights cannot be trained (fix: the original; of"
+            f" fp8 and mxfp4 recipes/export.py --model {folder} --output_dir NEW makes bf16)",
         )
         check(
             section.get("use_bidirectional_attention") not in (True, "all"),
@@ -291,8 +290,7 @@ def refuse_without_weights(folder: Path) -> None:
         f"{folder}: no model.safetensors and no index of one, but {first_five(found or names) or 'nothing'};"
         " other formats can run code, and are not fetched from the hub (fix: another --model; of .bin, if"
         f""" you trust it: AutoModelForCausalLM.from_pretrained("{folder if found else "OWNER/NAME"}")"""
-        '.save_pretrained("NEW"), and copy the tokenizer there; of others, the model that they were'
-        " made from)"
+        '.save_pretrained("NEW"), and copy the tokenizer there; of others, the model they were made from)'
     )
 
 

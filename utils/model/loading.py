@@ -119,7 +119,6 @@ def lay_out(
         if save_dtype and dtype.is_floating_point:
             dtype = save_dtype
         tensors[piece.name] = torch.empty(piece.info.shape, dtype=dtype, device="meta")
-    assert len(tensors) == len(pieces), "two pieces have one name"
     # The widest dtypes come first, so that all tensors are aligned.
     widest_first = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     files = split_state_dict_into_shards_factory(
@@ -167,7 +166,7 @@ def local_parts(
     piece is transposed.
     """
     boxes = local_box(parameter, piece)
-    if boxes is None:
+    if not boxes:
         return
     in_shard, in_piece = boxes
     rows = local(parameter)[in_shard]
@@ -224,10 +223,10 @@ def build_model(
 ) -> nn.Module:
     """The model of a config on meta: structure, names, shapes and ties, no memory.
 
-    attn: sdpa, flash_attention_2, eager; auto lets transformers choose. read_from: a folder whose weights
-    transformers reads at once (`--low_cpu_fsdp false`); the model is then not on meta. kind: a key of KINDS;
-    "scores" is a sequence classifier with `score` as its head, of config.num_labels rows. Raises ConfigError
-    if the model cannot be built.
+    attn: sdpa, flash_attention_2, eager; auto: what transformers chooses, or `sinks`. read_from: a
+    folder whose weights transformers reads at once (`--low_cpu_fsdp false`); the model is then not on meta.
+    kind: a key of KINDS; "scores" is a sequence classifier with `score` as its head, of config.num_labels
+    rows. Raises ConfigError if the model cannot be built.
     """
     check_kind(config, kind)
     auto_class = KINDS[kind]
@@ -244,8 +243,12 @@ def build_model(
     else:
         with others_code(problem, "--low_cpu_fsdp, which reads each rank's own slices"):
             model = auto_class.from_pretrained(
-                read_from, config=config, use_safetensors=True, local_files_only=True, **options
+                read_from, config=config, use_safetensors=True, **options
             )
+    if model.config._attn_implementation == "eager":
+        from .attention import settle_attention
+
+        settle_attention(model, attn, model.device, dtype, "sinks")
     if kind == "scores":
         check(
             hasattr(model, "score"),
@@ -321,7 +324,7 @@ def plan_pieces(
         at = (0,) * len(info.shape)
         shape = info.shape
         parameter = state[target]
-        if pattern is not None:
+        if pattern:
             at, shape = _converted_box(name, info, pattern, converters, folder, parameter)
         # A shape of as many dims as on disk, but another one: its last two are swapped.
         transposed = len(shape) == len(info.shape) and shape != info.shape
@@ -356,14 +359,7 @@ def plan_pieces(
     return pieces
 
 
-def _converted_box(
-    name: str,
-    info: TensorInfo,
-    pattern: str,
-    converters: list[WeightConverter],
-    folder: Path,
-    parameter: Tensor,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _converted_box(name, info, pattern, converters, folder, parameter):
     """(at, shape) of a stored tensor within its parameter: of one expert's matrix in a parameter with all
     experts, e.g. gate_up_proj (E, 2I, D); of all experts, perhaps stored transposed as (E, D, 2I); or of a
     vocabulary without padding to cut off. Raises ConfigError for any other layout.
@@ -375,7 +371,7 @@ def _converted_box(
     if operations == TRANSPOSES and info.shape == parameter.mT.shape and parameter.ndim == 3:
         return (0, 0, 0), tuple(parameter.shape)
     expert = re.search(r"\.(\d+)\.(?!.*\.\d+\.)", name)  # the last number in the name
-    if operations not in EXPERT_FUSIONS or expert is None or len(info.shape) != 2:
+    if operations not in EXPERT_FUSIONS or not expert or len(info.shape) != 2:
         steps = ", ".join(kind for kind, _ in operations)
         raise ConfigError(
             f"{folder}: {name} is stored in a layout that is not read in slices: {steps}"

@@ -323,13 +323,7 @@ def losses_and_grads(
     return losses, (d_hidden, d_weight, d_bias)
 
 
-def _losses_of_chunk(
-    logits: Tensor,
-    targets: Tensor,
-    transform: Transform,
-    per_token: PerToken | None,
-    grad: bool,
-):
+def _losses_of_chunk(logits, targets, transform, per_token, grad):
     """(losses (c,), the gradient of their sum with respect to the logits (c, V), in their dtype; None without
     grad). The gradient may overwrite the logits.
     """

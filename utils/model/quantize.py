@@ -111,7 +111,7 @@ class QuantizedLinear(nn.Module):
         # The codes of a row may have another width than its weights.
         of_codes = replace(piece, shape=(*piece.shape[:-1], self.weight.shape[-1]))
         boxes = local_box(self.weight, of_codes)
-        if boxes is None:
+        if not boxes:
             return
         in_shard, in_piece = boxes
         rows = in_piece[0]

@@ -250,7 +250,7 @@ def save_tokenizer(tokenizer, folder: Path) -> None:
     Its own files are copied: transformers 4, and what builds on it, cannot read those that transformers 5
     writes (https://github.com/hiyouga/LlamaFactory/issues/10310).
     """
-    if tokenizer is None:
+    if not tokenizer:
         return
     if not getattr(tokenizer, "template_name", True):  # no row has used its stand-in
         tokenizer.chat_template = None

@@ -233,7 +233,7 @@ def read_yaml(cls: type, path: str | Path, others: Sequence[str] = ()) -> dict[s
         raise ConfigError(f"--config {path}: {reason}{did_you_mean(Path(path))}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
-    if root is None:
+    if not root:
         return {}
     check(isinstance(root, yaml.MappingNode), f"{path}: expected lines such as `lr: 1e-4`")
     values = {}

@@ -110,7 +110,7 @@ class CheckpointSaver(AbstractContextManager):
 
     def __exit__(self, kind, *_) -> None:
         """Wait and end, but not after an error: other ranks may never reach these collectives."""
-        if kind is None:
+        if not kind:
             self.wait()
             dist.destroy_process_group(self.group)
 
@@ -242,8 +242,7 @@ def _warn_of_grace(writer: _Writer) -> None:
         print0(
             f"warning: a step of {writer.step_seconds:.0f} s and a save of {writer.seconds:.0f} s are more"
             f" than the {grace} s that a SIGTERM leaves; then the checkpoint before stands"
-            f" (fix: export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * round(seconds)}, and as long in the"
-            " scheduler)"
+            f" (fix: export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * round(seconds)}, like the scheduler's)"
         )
 
 
