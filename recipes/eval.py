@@ -32,6 +32,7 @@ import torch
 from utils.data.batches import Batch, collate
 from utils.data.examples import Example, FormName, Rows, load_examples
 from utils.data.pairs import sequences
+from utils.data.prompts import is_plain
 from utils.data.questions import choices_of, harness_of, load_questions, scored, windows
 from utils.data.rewards import check_columns, parse_rewards, score, without_thoughts
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
@@ -272,8 +273,11 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
 
     def judge(i: int, ids: list[int]) -> dict:
         question = asked[i]
-        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-        answer = without_thoughts(text).strip()
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        answer = without_thoughts(text)
+        if not is_plain(question.content, tokenizer, rows):  # code that goes on has its indentation
+            text = text.strip()
+            answer = answer.strip()
         (scores,) = score(rewards, [question], [answer], [ids])
         return {
             "where": question.where,

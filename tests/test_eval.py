@@ -187,6 +187,37 @@ def test_answers_are_those_of_transformers_and_are_counted(alone, folder, tmp_pa
     assert results["exact_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (n - 1)))
 
 
+def test_a_text_that_is_continued_keeps_the_indentation_of_its_continuation(folder, tmp_path):
+    """As code, in HumanEval. A pattern does not see it, nor does an answer of a chat have it."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(" 7", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():  # the likeliest token is always the same, and " " or one that follows it
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
+        model.get_output_embeddings().weight[ids[0]] = 1.0
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rules = tmp_path / "rules.py"
+    rules.write_text(
+        "def text(completion):\n"
+        "    return completion if isinstance(completion, str) else completion[0]['content']\n"
+        "def indented(completions, **columns):\n"
+        "    return [float(text(one).startswith(' ')) for one in completions]\n"
+    )
+    data = write(tmp_path / "rows.jsonl", [{"prompt": "def add(x, y):\n"}])
+    flags = {"model": str(tmp_path / "model"), "dataset": data, "max_new_tokens": 3}
+    flags["match"] = f"{rules}:indented,regex:^\\S|^$"
+    found = {}
+    for form in ("completion", "auto"):
+        results, items = evaluated(tmp_path / form, **flags, format=form)
+        found[form] = (results["indented"], results["regex"], items[0]["prediction"][:1])
+    continued = tokenizer.decode(ids[:1] * 3)
+    assert continued.startswith(" ")
+    assert found["completion"] == (1.0, 1.0, " ")
+    assert found["auto"] == (0.0, 1.0, continued.strip()[:1])
+
+
 def test_choices_are_scored_as_by_log_softmax(alone, folder):
     flags, results, items, _ = alone["choices"]
     tokenizer = AutoTokenizer.from_pretrained(folder)

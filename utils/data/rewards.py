@@ -269,7 +269,7 @@ def of_pattern(pattern: re.Pattern) -> Callable:
     """A reward: whether the pattern is found. With a group: whether the first group equals the answer."""
 
     def is_right(text, known):
-        match = pattern.search(text)
+        match = pattern.search(text.strip())
         return bool(match) and (not pattern.groups or is_same(match[1] or "", known))
 
     if pattern.groups:
