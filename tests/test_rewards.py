@@ -157,6 +157,22 @@ def test_a_group_of_a_pattern_is_compared_and_a_pattern_without_one_is_searched(
     assert given("regex:^(a)?b", ["b"], answer=["a"]) == [0]
 
 
+def test_a_solution_as_the_answer_is_searched_for_the_group_too():
+    """As the answers of GSM8K and the solutions of MATH: they are no numbers or texts alone."""
+    known = ["4 + 5 = <<4+5=9>>9\n#### 9"] * 3
+    assert given(r"regex:#### (\S+)", ["so\n#### 9\n\nQ: ...", "#### 4", "9"], answer=known) == [
+        1,
+        0,
+        0,
+    ]
+    boxed = [r"It is $\boxed{\frac{1}{2}}$."] * 2
+    texts = [r"Half: \boxed{\frac{1}{2}}", r"\boxed{\frac{3}{2}}"]
+    assert given(r"regex:\\boxed\{(.*)\}", texts, answer=boxed) == [1, 0]
+    # a pattern that is only a group would cut answers that are no solutions
+    assert given(r"regex:(\d+)", ["12", "12.5"], answer=["12.5"] * 2) == [0, 0]
+    assert given(r"regex:(a)?b|c", ["b", "c"], answer=["c"] * 2) == [0, 0]
+
+
 def test_patterns_may_have_commas_and_colons_and_weights_are_behind_them():
     flag = r"regex:\d{1,3}:.:0.5,exact:2,regex:a(b):-1e,number:.25,regex:x"
     rewards = parse_rewards(flag)

@@ -9,7 +9,7 @@ https://huggingface.co/docs/trl/dataset_formats (prompt-only), https://huggingfa
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,11 +19,11 @@ import torch
 
 from ..run.errors import check
 from ..run.units import IGNORE
-from .chats import Chat, encode_chat, encode_plain
+from .chats import Chat, encode_chat
 from .encode import Part, Rows
 from .examples import Example, Examples, load_examples
 from .prompts import Prompt, is_plain, prompt_of
-from .tokens import hidden
+from .tokens import adds_bos, hidden
 
 # options of lm_eval's tasks that limit the tokens of an answer; the first that a task has is used
 SIZES = "max_gen_toks max_new_tokens max_tokens max_completion_tokens".split()
@@ -48,10 +48,6 @@ class Questions(Examples):
     """Prompts as examples without trained tokens. GlobalBatches(questions, ...).rows_of(step) gives the rows
     of a step; questions[row] is the prompt of a row.
     """
-
-    def summary(self) -> str:
-        """As of Examples, without the share of trained tokens, which is 0."""
-        return f"{len(self):,} {self.unit}, {self.lengths.sum():,} tokens{self.remarks()}"
 
     def __getitem__(self, i: int) -> Question:
         ids, _, where = super().__getitem__(i)
@@ -152,24 +148,23 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
 
 def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example:
     """The sequence of a question's prompt and one choice; see choices_of."""
+    choice = hidden(tokenizer, choice)
+    start = []  # chat templates write the BOS token themselves
+    lead = ""
     if is_plain(question.content, tokenizer, rows):
-        prompt = {"role": "text", "content": question.content, "weight": 0}
-        answer = prompt | {"content": choice, "weight": 1}
-        ids, mask = encode_plain(tokenizer, [prompt, answer], Counter())
-        if tokenizer.eos_token_id is not None:
-            ids = ids[:-1]
+        start = question.ids[: adds_bos(tokenizer)]
+        prompt = hidden(tokenizer, question.content)
     else:
-        choice = hidden(tokenizer, choice)
         messages = question.messages
         answered = [*messages, {"role": "assistant", "content": choice}]
         prompt = prompt_of(tokenizer, messages, question.tools)
         rendered = prompt_of(tokenizer, answered, question.tools)
-        lead, *_ = rendered[len(prompt) :].partition(choice)  # Llama 2: "[/INST]", then " Yes"
-        if lead.strip():  # only white space is kept
-            lead = ""
-        text = prompt + lead + choice
-        ids, mask = encode_chat(tokenizer, Chat(text, [(len(prompt), len(text), True)]))
-    return scored(ids, mask.find(1), question.where)
+        before, *_ = rendered[len(prompt) :].partition(choice)
+        if not before.strip():  # Llama 2: "[/INST]", then " Yes"; only white space is kept
+            lead = before
+    text = prompt + lead + choice
+    ids, mask = encode_chat(tokenizer, Chat(text, [(len(prompt), len(text), True)]))
+    return scored(start + ids, len(start) + mask.find(1), question.where)
 
 
 # --- lm-eval, https://github.com/EleutherAI/lm-evaluation-harness

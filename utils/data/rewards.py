@@ -187,8 +187,7 @@ def reward_all(
     records = []
     for i, text in enumerate(texts):
         values = values_of_all[i]
-        record = {"text": text}
-        record |= {f"rewards/{name}": value for name, value in values.items()}
+        record = {"text": text} | {f"rewards/{name}": value for name, value in values.items()}
         record["reward"] = sum(reward.weight * (values[reward.name] or 0) for reward in rewards)
         records.append(record)
     if scores:
@@ -266,10 +265,15 @@ def number_of(text: str) -> Decimal | None:
 
 
 def of_pattern(pattern: re.Pattern) -> Callable:
-    """A reward: whether the pattern is found. With a group: whether the first group equals the answer."""
+    """A reward: whether the pattern is found. With a group: whether the first group equals the answer, or
+    that of the answer, if this is a solution with words around the group, as in GSM8K and MATH.
+    """
 
     def is_right(text, known):
         match = pattern.search(text.strip())
+        solution = pattern.search(known)
+        if solution and solution[0] != solution[pattern.groups > 0]:
+            known = solution[1] or known
         return bool(match) and (not pattern.groups or is_same(match[1] or "", known))
 
     if pattern.groups:
