@@ -119,7 +119,7 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
             f"{len(ids):,} tokens, and a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
         )
     columns = {key: row[key] for key in row if key not in NO_COLUMNS}
-    if answer:  # a turn that only calls tools says nothing
+    if answer or answer == 0:  # 0 and false are answers; a turn that only calls tools says nothing
         columns.setdefault("answer", answer)
     part.add(ids, bytes(len(ids)), where)
     part.details.append(json.dumps([content, columns, tools], default=str))
