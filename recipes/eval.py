@@ -187,6 +187,8 @@ def main(cfg: Config) -> Path:
         )
         task = TASKS[cfg.task](cfg, rows, tokenizer)
         print0(f"data      {len(task.groups):,} items{task.remarks}")
+        for line in task.sources:
+            print0(f"form      {line}")
     with together(world), disk_errors(out):
         facts = facts_of(cfg, trained, task.data, dtype, seq_len)
         finished = world.rank == 0 and finished_before(out, facts)
@@ -259,6 +261,7 @@ class Task(NamedTuple):
     data: str  # a fingerprint of the items
     groups: list  # the sequences of each item
     remarks: str  # on its rows
+    sources: list[str]  # the form of the rows of each source
     results: Callable[[Asker], dict]
 
 
@@ -296,7 +299,9 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
         }
 
     data = with_files(questions.fingerprint, [reward.file for reward in rewards])
-    return Task(data, [[prompt] for prompt in prompts], questions.remarks(), results)
+    return Task(
+        data, [[prompt] for prompt in prompts], questions.remarks(), questions.sources(), results
+    )
 
 
 def with_files(data: str, files: Iterable) -> str:
@@ -350,7 +355,7 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
             found["nats_per_token_stderr"] = math.sqrt(variance * count) / tokens
         return found
 
-    return Task(documents.fingerprint, groups, documents.remarks(), results)
+    return Task(documents.fingerprint, groups, documents.remarks(), documents.sources(), results)
 
 
 def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -376,7 +381,7 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     def results(asker: Asker) -> dict:
         return means(asker.score(groups, judge), ["acc", "acc_norm"])
 
-    return Task(questions.fingerprint, groups, questions.remarks(), results)
+    return Task(questions.fingerprint, groups, questions.remarks(), questions.sources(), results)
 
 
 def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -398,7 +403,7 @@ def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
     def results(asker: Asker) -> dict:
         return means(asker.score(groups, judge), ["accuracy", "accuracy_by_mean"])
 
-    return Task(examples.fingerprint, groups, examples.remarks(), results)
+    return Task(examples.fingerprint, groups, examples.remarks(), examples.sources(), results)
 
 
 def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -445,7 +450,7 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
     if cfg.include_path:
         for suffix in "py yaml jsonl csv parquet".split():
             data = with_files(data, Path(cfg.include_path).rglob(f"*.{suffix}"))
-    return Task(data, [], ", lm_eval counts its own", results)
+    return Task(data, [], ", lm_eval counts its own", [], results)
 
 
 TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pairs, lm_eval)}

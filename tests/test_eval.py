@@ -16,6 +16,7 @@ import eval as recipe
 import finetune
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from launch import Forked, forked
 from ranks import run_ranks
 from shell import QUOTED, ROOT
@@ -628,6 +629,26 @@ def test_columns_of_public_benchmarks_are_renamed(folder, tmp_path):
         columns="prompt=ctx,choices=endings,answer=label",
     )
     assert (items[0]["answer"], len(items[0]["log_probs"])) == (2, 3)
+
+
+def test_the_split_and_the_form_of_what_is_asked_are_said(folder, tmp_path, capsys):
+    """A data set of several splits is read from "train" unless the split is named."""
+    splits = {
+        "train": [{"prompt": "1 + 1", "answer": "2"}],
+        "test": [{"prompt": "b", "answer": "3"}],
+    }
+    data = DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
+    data.save_to_disk(tmp_path / "data")
+    flags = {"model": str(folder), "max_new_tokens": 2}
+    name = str(tmp_path / "data")
+    evaluated(tmp_path / "train", **flags, dataset=name)
+    said = capsys.readouterr().out
+    assert f"split     {name}:train, of train, test\n" in said
+    assert f"form      {name}: prompts in the chat template (1 rows)\n" in said
+    evaluated(tmp_path / "test", **flags, dataset=f"{name}:test", format="completion")
+    said = capsys.readouterr().out
+    assert f"split     {name}:test, of " in said
+    assert f"form      {name}:test: plain text (1 rows)\n" in said
 
 
 BAD = {

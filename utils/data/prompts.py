@@ -99,7 +99,7 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     ValueError names what is wrong with the row.
     """
     content, tools, answer = turns_of(row)
-    form = "prompts"
+    form = "prompts in the chat template"
     if is_plain(content, tokenizer, rows):
         form = "plain text"
         ids = encode(tokenizer, hidden(tokenizer, content)).ids
