@@ -15,6 +15,7 @@ import gc
 import hashlib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
@@ -70,6 +71,8 @@ SETTINGS_OF = {  # task -> its settings, without those that all tasks have
     "pairs": "dataset columns format too_long",
     "lm_eval": "tasks include_path num_fewshot apply_chat_template max_new_tokens",
 }
+# the end of a prompt and the beginning of a choice that read as one word
+ONE_WORD = re.compile(r"[\w.,:;?!]\w", re.ASCII)
 # Settings that do not change the answers, or whose contents count, not their names: see facts_of.
 NOT_IN_FACTS = "model adapter checkpoint dataset batch_size force output_dir".split()
 
@@ -362,6 +365,17 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     """Multiple choice: the text with the highest log-likelihood after a prompt; acc_norm: per byte."""
     questions = load_questions(rows, tokenizer)
     groups, texts, right = zip(*choices_of(questions, tokenizer, rows), strict=True)
+    joined = [
+        question.content[-20:] + of_one[0][:20]
+        for question, of_one in zip(questions, texts, strict=True)
+        if is_plain(question.content, tokenizer, rows)
+        and ONE_WORD.match(question.content[-1:] + of_one[0])
+    ]
+    if joined:
+        print0(
+            f"warning: no space between {len(joined):,} prompts and their choices, as in {joined[0]!r}"
+            ' (fix: choices that begin with a space, or prompts that end with "\\n")'
+        )
 
     def judge(i: int, scores: list) -> dict:
         log_probs = [log_prob for log_prob, _, _ in scores]

@@ -651,6 +651,32 @@ def test_the_split_and_the_form_of_what_is_asked_are_said(folder, tmp_path, caps
     assert f"form      {name}:test: plain text (1 rows)\n" in said
 
 
+@pytest.mark.parametrize(
+    ("prompt", "choice", "joined"),
+    [
+        ("He sits on a roof. he", "is using wrap", "f. heis u"),
+        ("What is cold?", "The spoon", "cold?The spoon"),
+        ("What is cold?", " The spoon", ""),
+        ("Question: ...\n", "The spoon", ""),
+        ("Answer: (", "A)", ""),
+        ("答案：", "A", ""),
+    ],
+)
+def test_words_of_a_prompt_and_a_choice_that_run_together_are_a_warning(
+    prompt, choice, joined, folder, tmp_path, capsys
+):
+    """The choices of HellaSwag and ARC begin without a space, and are appended unchanged."""
+    row = {"prompt": prompt, "choices": [choice, choice + "!"], "answer": 0}
+    flags = {"model": str(folder), "dataset": write(tmp_path / "rows.jsonl", [row])}
+    flags |= {"task": "choices", "format": "completion", "max_rows": 1}
+    evaluated(tmp_path / "plain", **flags)
+    said = capsys.readouterr().out
+    assert ("warning: no space between 1 prompts" in said) == bool(joined)
+    assert joined in said
+    evaluated(tmp_path / "chat", **flags | {"format": "auto"})
+    assert "warning: no space" not in capsys.readouterr().out
+
+
 BAD = {
     "no choices": ({"prompt": "a", "answer": 0}, r"rows.jsonl:1: choices: expected two"),
     "numbers": ({"prompt": "a", "choices": [2, 3], "answer": 2}, "1: choices: expected two"),
