@@ -678,14 +678,28 @@ def test_words_of_a_prompt_and_a_choice_that_run_together_are_a_warning(
 
 
 BAD = {
-    "no choices": ({"prompt": "a", "answer": 0}, r"rows.jsonl:1: choices: expected two"),
-    "numbers": ({"prompt": "a", "choices": [2, 3], "answer": 2}, "1: choices: expected two"),
+    "no choices": ({"prompt": "a", "answer": 0}, r"rows.jsonl:1: choices: expected a list"),
+    "numbers": (
+        {"prompt": "a", "choices": [2, 3], "answer": 2},
+        "1: choices: expected a list of two",
+    ),
     "no such choice": ({"prompt": "a", "choices": ["b", "c"], "answer": "d"}, "'d' names 0 of"),
     "a number too far": (
         {"prompt": "a", "choices": ["b", "c"], "answer": 2},
         "2 names 0 of the choices",
     ),
-    "too long": ({"prompt": "a", "choices": ["b", "c " * 300], "answer": 0}, "--seq_len is 256"),
+    "a choice in each column": (
+        {"prompt": "a", "sol1": "b", "sol2": "c", "answer": 0},
+        "in columns of their own, such as sol1",
+    ),
+    "too long": (
+        {"prompt": "a", "choices": ["b", "c " * 300], "answer": 0},
+        "--seq_len is 256 .fix: a larger",
+    ),
+    "a prompt too long": (
+        {"prompt": "a" * 300, "choices": ["b", "c"], "answer": 0},
+        "fix: --too_long drop or --seq_len",
+    ),
 }
 
 

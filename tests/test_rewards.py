@@ -369,7 +369,9 @@ def test_an_answer_without_a_number_is_a_fault_of_its_row_before_anything_runs(t
     rows = [{"prompt": "q", "answer": answer} for answer in ("1", None, "N/A")]
     questions = asked_of(tmp_path, rows)
     check_columns(parse_rewards("exact"), questions)
-    with pytest.raises(ConfigError, match=r"rows.jsonl:3: no number in the answer 'N/A'"):
+    with pytest.raises(
+        ConfigError, match=r"3: no number in the answer 'N/A'.*LaTeX and fractions need"
+    ):
         check_columns(parse_rewards("number"), questions)
 
 

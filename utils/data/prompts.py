@@ -116,7 +116,7 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
             part.dropped["longer than a prompt may be"] += 1
             return form
         raise ValueError(
-            f"{len(ids):,} tokens, and a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
+            f"{len(ids):,} tokens, and a prompt may have {rows.seq_len:,} (fix: --too_long drop or --seq_len)"
         )
     columns = {key: row[key] for key in row if key not in NO_COLUMNS}
     if answer or answer == 0:  # 0 and false are answers; a turn that only calls tools says nothing

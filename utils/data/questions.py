@@ -122,7 +122,8 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
             are_texts = isinstance(choices, list) and {*map(type, choices)} == {str}
             if not are_texts or len(choices) < 2 or "" in choices:
                 raise ValueError(
-                    "choices: expected two texts or more (fix: --columns choices=THEIRS)"
+                    "choices: expected a list of two texts or more (fix: --columns choices=THEIRS; texts in"
+                    " columns of their own, such as sol1 and sol2, must become a list)"
                 )
             right = {
                 labels.index(str(answer))
@@ -137,7 +138,9 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
             sequences = [continued(question, choice, tokenizer, rows) for choice in choices]
             longest = max(len(sequence.ids) for sequence in sequences)
             if longest > rows.seq_len:
-                raise ValueError(f"{longest:,} tokens, and --seq_len is {rows.seq_len}")
+                raise ValueError(
+                    f"{longest:,} tokens, and --seq_len is {rows.seq_len} (fix: a larger one, or drop it)"
+                )
             items.append((sequences, choices, *right))
         except ValueError as fault:
             part.bad.append((question.where, str(fault)))

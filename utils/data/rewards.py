@@ -128,7 +128,7 @@ def check_columns(
                 or reward.function is not BUILT_IN["number"]
                 or number_of(without_thoughts(answer)) is not None,
                 f"{question.where}: no number in the answer {answer!r:.60}, for {reward.flag} number"
-                " (fix: remove the row)",
+                f" (fix: remove the row; LaTeX and fractions need {reward.flag} FILE.py:FUNCTION)",
             )
 
 
