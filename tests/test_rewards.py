@@ -144,10 +144,29 @@ def test_a_number_in_the_thoughts_of_an_answer_is_none(tmp_path):
         ("####", "10", 0),
         ("10", 10.0, 1),
         ("$1,000,000", "1000000", 1),
+        (r"\boxed{\frac{14}{3}}", "3", 0),  # parts of a formula are no numbers
+        (r"\frac23", "3", 0),
+        (r"2\sqrt{3}", "3", 0),
+        ("x^{3}", "3", 0),
+        ("14/3", "3", 0),
+        (r"\frac{6}{2} = 6/2 = \boxed{3}", "3", 1),
+        ("3 km/h", "3.", 1),
+        ("x_3", "3", 0),
+        ("It is _3_ or **3** or __3__", "3", 1),
     ],
 )
 def test_number_compares_numbers(completion, answer, right):
     assert given("number", [completion], answer=[answer]) == [right]
+
+
+@pytest.mark.parametrize(
+    "answer", [r"\frac{14}{3}", r"3\sqrt{13}", "2^{10}", r"\left(3, \frac{\pi}{2}\right)"]
+)
+def test_a_formula_as_the_answer_is_refused_where_numbers_are_compared(answer, tmp_path):
+    """As in MATH-500 and DeepScaleR: its last number alone would be compared."""
+    questions = asked_of(tmp_path, [{"prompt": "q", "answer": answer}])
+    with pytest.raises(ConfigError, match="1: no number in the answer .*LaTeX and fractions need"):
+        check_columns(parse_rewards("number"), questions)
 
 
 def test_a_group_of_a_pattern_is_compared_and_a_pattern_without_one_is_searched():
