@@ -15,6 +15,7 @@ import gc
 import hashlib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
@@ -32,6 +33,7 @@ import torch
 from utils.data.batches import Batch, collate
 from utils.data.examples import Example, FormName, Rows, load_examples
 from utils.data.pairs import sequences
+from utils.data.prompts import is_plain
 from utils.data.questions import choices_of, harness_of, load_questions, scored, windows
 from utils.data.rewards import check_columns, parse_rewards, score, without_thoughts
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
@@ -69,6 +71,8 @@ SETTINGS_OF = {  # task -> its settings, without those that all tasks have
     "pairs": "dataset columns format too_long",
     "lm_eval": "tasks include_path num_fewshot apply_chat_template max_new_tokens",
 }
+# the end of a prompt and the beginning of a choice that read as one word
+ONE_WORD = re.compile(r"[\w.,:;?!]\w", re.ASCII)
 # Settings that do not change the answers, or whose contents count, not their names: see facts_of.
 NOT_IN_FACTS = "model adapter checkpoint dataset batch_size force output_dir".split()
 
@@ -186,6 +190,8 @@ def main(cfg: Config) -> Path:
         )
         task = TASKS[cfg.task](cfg, rows, tokenizer)
         print0(f"data      {len(task.groups):,} items{task.remarks}")
+        for line in task.sources:
+            print0(f"form      {line}")
     with together(world), disk_errors(out):
         facts = facts_of(cfg, trained, task.data, dtype, seq_len)
         finished = world.rank == 0 and finished_before(out, facts)
@@ -258,6 +264,7 @@ class Task(NamedTuple):
     data: str  # a fingerprint of the items
     groups: list  # the sequences of each item
     remarks: str  # on its rows
+    sources: list[str]  # the form of the rows of each source
     results: Callable[[Asker], dict]
 
 
@@ -272,8 +279,11 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
 
     def judge(i: int, ids: list[int]) -> dict:
         question = asked[i]
-        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-        answer = without_thoughts(text).strip()
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        answer = without_thoughts(text)
+        if not is_plain(question.content, tokenizer, rows):  # code that goes on has its indentation
+            text = text.strip()
+            answer = answer.strip()
         (scores,) = score(rewards, [question], [answer], [ids])
         return {
             "where": question.where,
@@ -292,7 +302,9 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
         }
 
     data = with_files(questions.fingerprint, [reward.file for reward in rewards])
-    return Task(data, [[prompt] for prompt in prompts], questions.remarks(), results)
+    return Task(
+        data, [[prompt] for prompt in prompts], questions.remarks(), questions.sources(), results
+    )
 
 
 def with_files(data: str, files: Iterable) -> str:
@@ -346,13 +358,24 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
             found["nats_per_token_stderr"] = math.sqrt(variance * count) / tokens
         return found
 
-    return Task(documents.fingerprint, groups, documents.remarks(), results)
+    return Task(documents.fingerprint, groups, documents.remarks(), documents.sources(), results)
 
 
 def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     """Multiple choice: the text with the highest log-likelihood after a prompt; acc_norm: per byte."""
     questions = load_questions(rows, tokenizer)
     groups, texts, right = zip(*choices_of(questions, tokenizer, rows), strict=True)
+    joined = [
+        question.content[-20:] + of_one[0][:20]
+        for question, of_one in zip(questions, texts, strict=True)
+        if is_plain(question.content, tokenizer, rows)
+        and ONE_WORD.match(question.content[-1:] + of_one[0])
+    ]
+    if joined:
+        print0(
+            f"warning: no space between {len(joined):,} prompts and their choices, as in {joined[0]!r}"
+            ' (fix: choices that begin with a space, or prompts that end with "\\n")'
+        )
 
     def judge(i: int, scores: list) -> dict:
         log_probs = [log_prob for log_prob, _, _ in scores]
@@ -372,7 +395,7 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     def results(asker: Asker) -> dict:
         return means(asker.score(groups, judge), ["acc", "acc_norm"])
 
-    return Task(questions.fingerprint, groups, questions.remarks(), results)
+    return Task(questions.fingerprint, groups, questions.remarks(), questions.sources(), results)
 
 
 def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -394,7 +417,7 @@ def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
     def results(asker: Asker) -> dict:
         return means(asker.score(groups, judge), ["accuracy", "accuracy_by_mean"])
 
-    return Task(examples.fingerprint, groups, examples.remarks(), results)
+    return Task(examples.fingerprint, groups, examples.remarks(), examples.sources(), results)
 
 
 def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -441,7 +464,7 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
     if cfg.include_path:
         for suffix in "py yaml jsonl csv parquet".split():
             data = with_files(data, Path(cfg.include_path).rglob(f"*.{suffix}"))
-    return Task(data, [], ", lm_eval counts its own", results)
+    return Task(data, [], ", lm_eval counts its own", [], results)
 
 
 TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pairs, lm_eval)}

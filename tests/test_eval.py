@@ -16,6 +16,7 @@ import eval as recipe
 import finetune
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from launch import Forked, forked
 from ranks import run_ranks
 from shell import QUOTED, ROOT
@@ -185,6 +186,37 @@ def test_answers_are_those_of_transformers_and_are_counted(alone, folder, tmp_pa
     assert results["exact_sum"] == n - 1
     assert results["exact"] == pytest.approx(share)
     assert results["exact_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (n - 1)))
+
+
+def test_a_text_that_is_continued_keeps_the_indentation_of_its_continuation(folder, tmp_path):
+    """As code, in HumanEval. A pattern does not see it, nor does an answer of a chat have it."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(" 7", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():  # the likeliest token is always the same, and " " or one that follows it
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
+        model.get_output_embeddings().weight[ids[0]] = 1.0
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rules = tmp_path / "rules.py"
+    rules.write_text(
+        "def text(completion):\n"
+        "    return completion if isinstance(completion, str) else completion[0]['content']\n"
+        "def indented(completions, **columns):\n"
+        "    return [float(text(one).startswith(' ')) for one in completions]\n"
+    )
+    data = write(tmp_path / "rows.jsonl", [{"prompt": "def add(x, y):\n"}])
+    flags = {"model": str(tmp_path / "model"), "dataset": data, "max_new_tokens": 3}
+    flags["match"] = f"{rules}:indented,regex:^\\S|^$"
+    found = {}
+    for form in ("completion", "auto"):
+        results, items = evaluated(tmp_path / form, **flags, format=form)
+        found[form] = (results["indented"], results["regex"], items[0]["prediction"][:1])
+    continued = tokenizer.decode(ids[:1] * 3)
+    assert continued.startswith(" ")
+    assert found["completion"] == (1.0, 1.0, " ")
+    assert found["auto"] == (0.0, 1.0, continued.strip()[:1])
 
 
 def test_choices_are_scored_as_by_log_softmax(alone, folder):
@@ -599,15 +631,75 @@ def test_columns_of_public_benchmarks_are_renamed(folder, tmp_path):
     assert (items[0]["answer"], len(items[0]["log_probs"])) == (2, 3)
 
 
+def test_the_split_and_the_form_of_what_is_asked_are_said(folder, tmp_path, capsys):
+    """A data set of several splits is read from "train" unless the split is named."""
+    splits = {
+        "train": [{"prompt": "1 + 1", "answer": "2"}],
+        "test": [{"prompt": "b", "answer": "3"}],
+    }
+    data = DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()})
+    data.save_to_disk(tmp_path / "data")
+    flags = {"model": str(folder), "max_new_tokens": 2}
+    name = str(tmp_path / "data")
+    evaluated(tmp_path / "train", **flags, dataset=name)
+    said = capsys.readouterr().out
+    assert f"split     {name}:train, of train, test\n" in said
+    assert f"form      {name}: prompts in the chat template (1 rows)\n" in said
+    evaluated(tmp_path / "test", **flags, dataset=f"{name}:test", format="completion")
+    said = capsys.readouterr().out
+    assert f"split     {name}:test, of " in said
+    assert f"form      {name}:test: plain text (1 rows)\n" in said
+
+
+@pytest.mark.parametrize(
+    ("prompt", "choice", "joined"),
+    [
+        ("He sits on a roof. he", "is using wrap", "f. heis u"),
+        ("What is cold?", "The spoon", "cold?The spoon"),
+        ("What is cold?", " The spoon", ""),
+        ("Question: ...\n", "The spoon", ""),
+        ("Answer: (", "A)", ""),
+        ("答案：", "A", ""),
+    ],
+)
+def test_words_of_a_prompt_and_a_choice_that_run_together_are_a_warning(
+    prompt, choice, joined, folder, tmp_path, capsys
+):
+    """The choices of HellaSwag and ARC begin without a space, and are appended unchanged."""
+    row = {"prompt": prompt, "choices": [choice, choice + "!"], "answer": 0}
+    flags = {"model": str(folder), "dataset": write(tmp_path / "rows.jsonl", [row])}
+    flags |= {"task": "choices", "format": "completion", "max_rows": 1}
+    evaluated(tmp_path / "plain", **flags)
+    said = capsys.readouterr().out
+    assert ("warning: no space between 1 prompts" in said) == bool(joined)
+    assert joined in said
+    evaluated(tmp_path / "chat", **flags | {"format": "auto"})
+    assert "warning: no space" not in capsys.readouterr().out
+
+
 BAD = {
-    "no choices": ({"prompt": "a", "answer": 0}, r"rows.jsonl:1: choices: expected two"),
-    "numbers": ({"prompt": "a", "choices": [2, 3], "answer": 2}, "1: choices: expected two"),
+    "no choices": ({"prompt": "a", "answer": 0}, r"rows.jsonl:1: choices: expected a list"),
+    "numbers": (
+        {"prompt": "a", "choices": [2, 3], "answer": 2},
+        "1: choices: expected a list of two",
+    ),
     "no such choice": ({"prompt": "a", "choices": ["b", "c"], "answer": "d"}, "'d' names 0 of"),
     "a number too far": (
         {"prompt": "a", "choices": ["b", "c"], "answer": 2},
         "2 names 0 of the choices",
     ),
-    "too long": ({"prompt": "a", "choices": ["b", "c " * 300], "answer": 0}, "--seq_len is 256"),
+    "a choice in each column": (
+        {"prompt": "a", "sol1": "b", "sol2": "c", "answer": 0},
+        "in columns of their own, such as sol1",
+    ),
+    "too long": (
+        {"prompt": "a", "choices": ["b", "c " * 300], "answer": 0},
+        "--seq_len is 256 .fix: a larger",
+    ),
+    "a prompt too long": (
+        {"prompt": "a" * 300, "choices": ["b", "c"], "answer": 0},
+        "fix: --too_long drop or --seq_len",
+    ),
 }
 
 

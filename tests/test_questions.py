@@ -158,6 +158,17 @@ def test_an_alpaca_row_is_asked_as_it_is_trained_and_its_output_is_the_answer(fo
     assert found[2].columns["instruction"] == "y"
 
 
+def test_classes_that_are_0_or_false_are_answers_of_alpaca_rows(tokenizer, tmp_path):
+    """As in SST-2 and BoolQ."""
+    data = Dataset.from_dict({"sentence": ["a", "b"], "label": [0, 1], "answer": [False, True]})
+    data.to_json(tmp_path / "rows.jsonl")
+    data.to_parquet(tmp_path / "rows.parquet")
+    for kind, column in (("jsonl", "label"), ("parquet", "answer")):
+        columns = f"instruction=sentence,output={column}"
+        found = load(tokenizer, tmp_path / f"rows.{kind}", columns=columns)
+        assert [question.columns["answer"] for question in found] == data[column]
+
+
 def test_columns_are_renamed_in_any_kind_of_file_and_max_rows_is_of_each_source(
     tokenizer, tmp_path
 ):

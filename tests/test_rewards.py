@@ -144,10 +144,29 @@ def test_a_number_in_the_thoughts_of_an_answer_is_none(tmp_path):
         ("####", "10", 0),
         ("10", 10.0, 1),
         ("$1,000,000", "1000000", 1),
+        (r"\boxed{\frac{14}{3}}", "3", 0),  # parts of a formula are no numbers
+        (r"\frac23", "3", 0),
+        (r"2\sqrt{3}", "3", 0),
+        ("x^{3}", "3", 0),
+        ("14/3", "3", 0),
+        (r"\frac{6}{2} = 6/2 = \boxed{3}", "3", 1),
+        ("3 km/h", "3.", 1),
+        ("x_3", "3", 0),
+        ("It is _3_ or **3** or __3__", "3", 1),
     ],
 )
 def test_number_compares_numbers(completion, answer, right):
     assert given("number", [completion], answer=[answer]) == [right]
+
+
+@pytest.mark.parametrize(
+    "answer", [r"\frac{14}{3}", r"3\sqrt{13}", "2^{10}", r"\left(3, \frac{\pi}{2}\right)"]
+)
+def test_a_formula_as_the_answer_is_refused_where_numbers_are_compared(answer, tmp_path):
+    """As in MATH-500 and DeepScaleR: its last number alone would be compared."""
+    questions = asked_of(tmp_path, [{"prompt": "q", "answer": answer}])
+    with pytest.raises(ConfigError, match="1: no number in the answer .*LaTeX and fractions need"):
+        check_columns(parse_rewards("number"), questions)
 
 
 def test_a_group_of_a_pattern_is_compared_and_a_pattern_without_one_is_searched():
@@ -155,6 +174,22 @@ def test_a_group_of_a_pattern_is_compared_and_a_pattern_without_one_is_searched(
     assert given("regex:<answer>(.*)</answer>", texts, answer=["3"] * 3) == [1, 0, 0]
     assert given("regex:<answer>.*</answer>", texts) == [1, 1, 0]
     assert given("regex:^(a)?b", ["b"], answer=["a"]) == [0]
+
+
+def test_a_solution_as_the_answer_is_searched_for_the_group_too():
+    """As the answers of GSM8K and the solutions of MATH: they are no numbers or texts alone."""
+    known = ["4 + 5 = <<4+5=9>>9\n#### 9"] * 3
+    assert given(r"regex:#### (\S+)", ["so\n#### 9\n\nQ: ...", "#### 4", "9"], answer=known) == [
+        1,
+        0,
+        0,
+    ]
+    boxed = [r"It is $\boxed{\frac{1}{2}}$."] * 2
+    texts = [r"Half: \boxed{\frac{1}{2}}", r"\boxed{\frac{3}{2}}"]
+    assert given(r"regex:\\boxed\{(.*)\}", texts, answer=boxed) == [1, 0]
+    # a pattern that is only a group would cut answers that are no solutions
+    assert given(r"regex:(\d+)", ["12", "12.5"], answer=["12.5"] * 2) == [0, 0]
+    assert given(r"regex:(a)?b|c", ["b", "c"], answer=["c"] * 2) == [0, 0]
 
 
 def test_patterns_may_have_commas_and_colons_and_weights_are_behind_them():
@@ -353,7 +388,9 @@ def test_an_answer_without_a_number_is_a_fault_of_its_row_before_anything_runs(t
     rows = [{"prompt": "q", "answer": answer} for answer in ("1", None, "N/A")]
     questions = asked_of(tmp_path, rows)
     check_columns(parse_rewards("exact"), questions)
-    with pytest.raises(ConfigError, match=r"rows.jsonl:3: no number in the answer 'N/A'"):
+    with pytest.raises(
+        ConfigError, match=r"3: no number in the answer 'N/A'.*LaTeX and fractions need"
+    ):
         check_columns(parse_rewards("number"), questions)
 
 

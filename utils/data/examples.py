@@ -138,9 +138,9 @@ class Examples:
 
     def summary(self) -> str:
         """The text that the plan prints."""
-        tokens = self.lengths.sum()
-        trained = self.trained_tokens[self.rows].sum()
-        return f"{len(self):,} {self.unit}, {tokens:,} tokens, {trained / tokens:.0%} trained{self.remarks()}"
+        trained = self.trained_tokens[self.rows].sum()  # 0 for prompts
+        share = f", {trained / self.lengths.sum():.0%} trained" if trained else ""
+        return f"{len(self):,} {self.unit}, {self.lengths.sum():,} tokens{share}{self.remarks()}"
 
     def remarks(self) -> str:
         """What was dropped, and what the user should know; each with a comma before it."""

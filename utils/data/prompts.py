@@ -99,7 +99,7 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     ValueError names what is wrong with the row.
     """
     content, tools, answer = turns_of(row)
-    form = "prompts"
+    form = "prompts in the chat template"
     if is_plain(content, tokenizer, rows):
         form = "plain text"
         ids = encode(tokenizer, hidden(tokenizer, content)).ids
@@ -116,10 +116,10 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
             part.dropped["longer than a prompt may be"] += 1
             return form
         raise ValueError(
-            f"{len(ids):,} tokens, and a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
+            f"{len(ids):,} tokens, and a prompt may have {rows.seq_len:,} (fix: --too_long drop or --seq_len)"
         )
     columns = {key: row[key] for key in row if key not in NO_COLUMNS}
-    if answer:  # a turn that only calls tools says nothing
+    if answer or answer == 0:  # 0 and false are answers; a turn that only calls tools says nothing
         columns.setdefault("answer", answer)
     part.add(ids, bytes(len(ids)), where)
     part.details.append(json.dumps([content, columns, tools], default=str))

@@ -9,7 +9,7 @@ https://huggingface.co/docs/trl/dataset_formats (prompt-only), https://huggingfa
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,11 +19,11 @@ import torch
 
 from ..run.errors import check
 from ..run.units import IGNORE
-from .chats import Chat, encode_chat, encode_plain
+from .chats import Chat, encode_chat
 from .encode import Part, Rows
 from .examples import Example, Examples, load_examples
 from .prompts import Prompt, is_plain, prompt_of
-from .tokens import hidden
+from .tokens import adds_bos, hidden
 
 # options of lm_eval's tasks that limit the tokens of an answer; the first that a task has is used
 SIZES = "max_gen_toks max_new_tokens max_tokens max_completion_tokens".split()
@@ -48,10 +48,6 @@ class Questions(Examples):
     """Prompts as examples without trained tokens. GlobalBatches(questions, ...).rows_of(step) gives the rows
     of a step; questions[row] is the prompt of a row.
     """
-
-    def summary(self) -> str:
-        """As of Examples, without the share of trained tokens, which is 0."""
-        return f"{len(self):,} {self.unit}, {self.lengths.sum():,} tokens{self.remarks()}"
 
     def __getitem__(self, i: int) -> Question:
         ids, _, where = super().__getitem__(i)
@@ -126,7 +122,8 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
             are_texts = isinstance(choices, list) and {*map(type, choices)} == {str}
             if not are_texts or len(choices) < 2 or "" in choices:
                 raise ValueError(
-                    "choices: expected two texts or more (fix: --columns choices=THEIRS)"
+                    "choices: expected a list of two texts or more (fix: --columns choices=THEIRS; texts in"
+                    " columns of their own, such as sol1 and sol2, must become a list)"
                 )
             right = {
                 labels.index(str(answer))
@@ -141,7 +138,9 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
             sequences = [continued(question, choice, tokenizer, rows) for choice in choices]
             longest = max(len(sequence.ids) for sequence in sequences)
             if longest > rows.seq_len:
-                raise ValueError(f"{longest:,} tokens, and --seq_len is {rows.seq_len}")
+                raise ValueError(
+                    f"{longest:,} tokens, and --seq_len is {rows.seq_len} (fix: a larger one, or drop it)"
+                )
             items.append((sequences, choices, *right))
         except ValueError as fault:
             part.bad.append((question.where, str(fault)))
@@ -152,24 +151,23 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
 
 def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example:
     """The sequence of a question's prompt and one choice; see choices_of."""
+    choice = hidden(tokenizer, choice)
+    start = []  # chat templates write the BOS token themselves
+    lead = ""
     if is_plain(question.content, tokenizer, rows):
-        prompt = {"role": "text", "content": question.content, "weight": 0}
-        answer = prompt | {"content": choice, "weight": 1}
-        ids, mask = encode_plain(tokenizer, [prompt, answer], Counter())
-        if tokenizer.eos_token_id is not None:
-            ids = ids[:-1]
+        start = question.ids[: adds_bos(tokenizer)]
+        prompt = hidden(tokenizer, question.content)
     else:
-        choice = hidden(tokenizer, choice)
         messages = question.messages
         answered = [*messages, {"role": "assistant", "content": choice}]
         prompt = prompt_of(tokenizer, messages, question.tools)
         rendered = prompt_of(tokenizer, answered, question.tools)
-        lead, *_ = rendered[len(prompt) :].partition(choice)  # Llama 2: "[/INST]", then " Yes"
-        if lead.strip():  # only white space is kept
-            lead = ""
-        text = prompt + lead + choice
-        ids, mask = encode_chat(tokenizer, Chat(text, [(len(prompt), len(text), True)]))
-    return scored(ids, mask.find(1), question.where)
+        before, *_ = rendered[len(prompt) :].partition(choice)
+        if not before.strip():  # Llama 2: "[/INST]", then " Yes"; only white space is kept
+            lead = before
+    text = prompt + lead + choice
+    ids, mask = encode_chat(tokenizer, Chat(text, [(len(prompt), len(text), True)]))
+    return scored(start + ids, len(start) + mask.find(1), question.where)
 
 
 # --- lm-eval, https://github.com/EleutherAI/lm-evaluation-harness

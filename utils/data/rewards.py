@@ -42,7 +42,14 @@ FORMS_OF_REWARDS = (
 )
 SEPARATOR = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
 ONE_REWARD = re.compile(r"(?:regex:(.+?)|(?:(.+\.py):)?(\w+))(?::([+-]?\d*\.?\d+))?", re.S)
-NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
+# The group is empty if there is no number, and for parts of a formula: the 3 of \frac{14}{3}, \frac23,
+# \sqrt{3}, x^3, x_3 and 14/3.
+NUMBER = re.compile(
+    r"""(?x) ^\D*$
+    | (?: []}]\s*{ | \\[dt]?frac\s*\d | (?:\\sqrt|\^|(?<=[^\W_])_)\s*{? | (?<=[\d)}])\s*/\s* )
+      -?[\d,]*\.?\d+
+    | ( -?(?:\d[\d,]*)?\.?\d+ )"""
+)
 
 
 class Reward(NamedTuple):
@@ -126,9 +133,9 @@ def check_columns(
             check(
                 answer is None
                 or reward.function is not BUILT_IN["number"]
-                or number_of(without_thoughts(answer)) is not None,
+                or number_of(without_thoughts(answer)).is_finite(),
                 f"{question.where}: no number in the answer {answer!r:.60}, for {reward.flag} number"
-                " (fix: remove the row)",
+                f" (fix: remove the row; LaTeX and fractions need {reward.flag} FILE.py:FUNCTION)",
             )
 
 
@@ -187,8 +194,7 @@ def reward_all(
     records = []
     for i, text in enumerate(texts):
         values = values_of_all[i]
-        record = {"text": text}
-        record |= {f"rewards/{name}": value for name, value in values.items()}
+        record = {"text": text} | {f"rewards/{name}": value for name, value in values.items()}
         record["reward"] = sum(reward.weight * (values[reward.name] or 0) for reward in rewards)
         records.append(record)
     if scores:
@@ -258,18 +264,25 @@ def is_same(text: str, known: str) -> bool:
     return text.strip() == known.strip()
 
 
-def number_of(text: str) -> Decimal | None:
-    """The first number after the last ####; without ####, the last number. Commas are ignored."""
+def number_of(text: str) -> Decimal:
+    """The first number after the last ####; without ####, the last number. Commas are ignored. NaN, which
+    equals nothing, if it is a part of a formula, or if there is no number.
+    """
     _, mark, behind = text.rpartition("####")
     numbers = NUMBER.findall(behind)
-    return Decimal(numbers[0 if mark else -1].replace(",", "")) if numbers else None
+    return Decimal(numbers[0 if mark else -1].replace(",", "") or "nan")
 
 
 def of_pattern(pattern: re.Pattern) -> Callable:
-    """A reward: whether the pattern is found. With a group: whether the first group equals the answer."""
+    """A reward: whether the pattern is found. With a group: whether the first group equals the answer, or
+    that of the answer, if this is a solution with words around the group, as in GSM8K and MATH.
+    """
 
     def is_right(text, known):
-        match = pattern.search(text)
+        match = pattern.search(text.strip())
+        solution = pattern.search(known)
+        if solution and solution[0] != solution[pattern.groups > 0]:
+            known = solution[1] or known
         return bool(match) and (not pattern.groups or is_same(match[1] or "", known))
 
     if pattern.groups:

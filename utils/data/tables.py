@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ..run.errors import check, others_code
+from ..run.errors import check, others_code, print0
 from .formats import form_of
 
 # keys under which an empty text is one: an empty document, system turn or answer of a tool
@@ -79,6 +79,7 @@ def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
             data_set = datasets.load_dataset("/".join(parts[:2]), *parts[2:])
     if isinstance(data_set, datasets.DatasetDict):
         split = split or "train"
+        print0(f"split     {path}:{split}, of {', '.join(data_set)}")
         reason = f"it has no split {split}, but {', '.join(data_set)}"
         check(
             split in data_set,
