@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import struct
 from collections import Counter
 
@@ -13,7 +14,7 @@ import torch
 from generate import read_rows
 from picture_families import MORE, NAMES, family_folder
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaNextProcessor
 
 from utils.data import cache
 from utils.data import examples as data
@@ -474,6 +475,18 @@ def test_spans_move_with_the_room_of_pictures_and_leave_it_out():
     assert moved.text == "a12b345c"
     assert [moved.text[a:b] for a, b, _ in moved.spans] == ["a", "b", "c", "c"]
     assert end == 7
+
+
+def test_a_folder_names_its_processor_as_that_of_pixtral_12b_does(opened, tmp_path):
+    """Pixtral 12B is a llava. A LlavaProcessor would give each picture another number of tokens."""
+    folder, _, _ = opened("llava")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "processor_config.json"
+    file.write_text(file.read_text().replace("LlavaProcessor", "LlavaNextProcessor"))
+    theirs = AutoProcessor.from_pretrained(tmp_path)
+    ours = load_processor(str(tmp_path), load_tokenizer(tmp_path))
+    assert isinstance(ours, LlavaNextProcessor)
+    assert isinstance(ours, type(theirs))
 
 
 def test_a_processor_that_gives_other_tokens_is_named(opened, pictures, tmp_path):
