@@ -122,8 +122,9 @@ def test_ids_are_those_that_the_processor_gives_for_text_and_pictures(name, open
             text=[render(tokenizer, messages)],
             images=[images] if images else None,
             add_special_tokens=False,
+            return_tensors="pt",
         )
-        assert examples[i].ids.tolist() == list(made["input_ids"][0])
+        assert examples[i].ids.tolist() == made["input_ids"][0].tolist()
         answers = [id for id, label in zip(*examples[i][:2], strict=True) if label != IGNORE]
         assert tokenizer.decode(answers).count("A picture.") == len(row["messages"]) // 2
         assert processor.image_token not in tokenizer.decode(answers)

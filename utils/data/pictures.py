@@ -247,9 +247,9 @@ def compare_once(processor, tokenizer, text: str, filled: str, sizes: tuple[Size
         return
     processor.compared = True
     blanks = [Image.new("RGB", size) for size in sizes]
-    output = processor(text=[text], images=[blanks], add_special_tokens=False)
+    output = processor(text=[text], images=[blanks], add_special_tokens=False, return_tensors="pt")
     ours = encode(tokenizer, filled).ids
-    theirs = list(output["input_ids"][0])
+    theirs = output["input_ids"][0].tolist()
     if theirs != ours:
         raise ValueError(
             f"the model's processor gives {len(theirs)} tokens, and its tokenizer {len(ours)} others"
