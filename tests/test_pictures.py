@@ -490,6 +490,34 @@ def test_a_folder_names_its_processor_as_that_of_pixtral_12b_does(opened, tmp_pa
     assert isinstance(ours, type(theirs))
 
 
+@pytest.mark.parametrize("template", ["", "{{ bos_token }}"])
+def test_a_chat_begins_with_the_bos_token_that_auto_processor_adds(
+    template, opened, pictures, tmp_path
+):
+    """The template of LLaVA 1.5 and 1.6 writes none, and their tokenizer adds one."""
+    folder, tokenizer, _ = opened("llava")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    words = json.loads((folder / "tokenizer.json").read_text())
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    bos = {"id": "<s>", "ids": [tokenizer.bos_token_id], "tokens": ["<s>"]}
+    words["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": parts,
+        "pair": parts,
+        "special_tokens": {"<s>": bos},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(template + file.read_text())
+    theirs = AutoProcessor.from_pretrained(tmp_path)
+    question = user({"type": "image", "image": Image.open("a.png")}, "What?")
+    answer = user("A picture.") | {"role": "assistant"}
+    made = theirs.apply_chat_template([question, answer], tokenize=True, return_dict=True)
+    ours = load([{"messages": [user(PART, "What?"), ANSWER]}], tmp_path, load_tokenizer(tmp_path))
+    assert ours[0].ids.tolist() == list(made["input_ids"][0])
+    assert ours[0].ids.tolist().count(tokenizer.bos_token_id) == 1
+
+
 def test_a_processor_that_gives_other_tokens_is_named(opened, pictures, tmp_path):
     """A tokenizer of another folder than the processor's, by mistake."""
     folder, tokenizer, _ = opened("internvl")

@@ -35,7 +35,7 @@ from ..run.units import seed_of
 from .chats import Chat, encode_chat, encode_plain, render_chats
 from .formats import REMEDY, Messages, keys_of, to_messages, typed
 from .prompts import Prompt, prompt_of, turns_of
-from .tokens import HIDDEN, PLACE, encode, in_parts
+from .tokens import ANSWERED, HIDDEN, PLACE, adds_bos, encode, in_parts, render
 
 TAG = "<image>"
 PICTURE_TYPES = ("image", "image_url")  # types of a part that is a picture
@@ -64,7 +64,8 @@ class NoVideos(dict):
 @lru_cache(maxsize=4)
 def load_processor(folder: Path | str, tokenizer):
     """The processor of a model folder, for pictures only. Without videos it needs neither torchvision nor
-    num2words. The tokenizer gets the processor's chat template, unless --chat_template was given.
+    num2words. The tokenizer gets the processor's chat template, unless --chat_template was given, and any
+    template writes the BOS token if the tokenizer adds one.
 
     ConfigError if the folder has no processor, or one that transformers cannot read, and for a model that
     does not predict each token of a conversation from those before it.
@@ -106,6 +107,9 @@ def load_processor(folder: Path | str, tokenizer):
         if template and tokenizer.template_name in (f"of {folder}", ""):
             tokenizer.chat_template = template
             tokenizer.template_name = f"of {folder}"
+        if adds_bos(tokenizer) and not render(tokenizer, ANSWERED).startswith(tokenizer.bos_token):
+            # AutoProcessor puts it before such a chat (LLaVA's), which others encode as it is.
+            tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     return processor
 
 

@@ -68,7 +68,7 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
     examine_keys({key: row[key] for key in row.keys() - PREFERENCES}, "chat", notes)
     is_plain = rows.format == "completion" or not tokenizer.template_name
     sides = [read_side(row, prompt_key, key, is_plain, notes) for key in labels]
-    start = begin_of_answers(row, prompt_key, [messages for messages, _ in sides])
+    start = begin_of_answers(row, [messages for messages, _ in sides])
     cuts = []
     prompts = []
     for messages, tools in sides:
@@ -157,7 +157,7 @@ def answer_turns(row: dict, key: str, prompt_key: str) -> list:
     ]
 
 
-def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) -> int:
+def begin_of_answers(row: dict, conversations: list[Messages]) -> int:
     """The number of turns in the prompt: the common first turns of two conversations, or all turns but the
     last of a single one.
     """

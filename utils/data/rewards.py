@@ -187,10 +187,13 @@ def reward_all(
     records = []
     for i, text in enumerate(texts):
         values = values_of_all[i]
-        record = {"text": text}
-        record |= {f"rewards/{name}": value for name, value in values.items()}
-        record["reward"] = sum(reward.weight * (values[reward.name] or 0) for reward in rewards)
-        records.append(record)
+        records.append(
+            {
+                "text": text,
+                **{f"rewards/{name}": value for name, value in values.items()},
+                "reward": sum(reward.weight * (values[reward.name] or 0) for reward in rewards),
+            }
+        )
     if scores:
         for record, value in zip(records, scores(asked, texts), strict=True):
             record |= {"rewards/model": value, "reward": record["reward"] + weight * value}
