@@ -1,4 +1,4 @@
-"""Tiny vision-language models of twelve families, as folders in the hub's layout, made without a network.
+"""Tiny vision-language models of thirteen families, as folders in the hub's layout, made without a network.
 
 python tests/picture_families.py NAME FOLDER       writes one of them
 """
