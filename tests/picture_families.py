@@ -1,4 +1,4 @@
-"""Tiny vision-language models of twelve families, as folders in the hub's layout, made without a network.
+"""Tiny vision-language models of thirteen families, as folders in the hub's layout, made without a network.
 
 python tests/picture_families.py NAME FOLDER       writes one of them
 """
@@ -437,8 +437,23 @@ FAMILIES["hunyuan_vl"] = {  # its processor wants tokens around a placeholder
     ),
     "processor": ("HunYuanVLProcessor", {}),
 }
+OVIS_PLACES = ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"]
+FAMILIES["ovis2"] = {  # its processor makes the tokens of a picture from a tensor alone
+    "tokens": IM | {"more": ["<|im_start|>", "<image>", "<IMG_ATOM>", *OVIS_PLACES]},
+    "template": CHATML.replace("PICTURE", "<image>\\n"),
+    "ids": {"image_token_id": "<IMG_ATOM>"},
+    "text": TEXT | {"model_type": "qwen2"},
+    "vision": TOWER | {"hidden_stride": 2, "vocab_size": 40, "num_visual_indicator_tokens": 5},
+    # 258: bytes, pad and eos; then the tokens above
+    "config": {"hidden_size": HIDDEN, "visual_indicator_token_ids": [*range(261, 266)]},
+    "image": (
+        "Ovis2ImageProcessor",
+        {"size": SQUARE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4},
+    ),
+    "processor": ("Ovis2Processor", {"image_seq_length": 4}),
+}
 # that only some tests have; in transformers 5.21 the processor of the second needs torchvision
-MORE = ("gemma4", "hunyuan_vl") if transformers.__version__ >= "5.24" else ("gemma4",)
+MORE = ("gemma4", "hunyuan_vl", "ovis2") if transformers.__version__ >= "5.24" else ("gemma4",)
 
 
 def family_folder(name: str, folder: Path) -> Path:

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import struct
 from collections import Counter
 
@@ -13,7 +14,7 @@ import torch
 from generate import read_rows
 from picture_families import MORE, NAMES, family_folder
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaNextProcessor
 
 from utils.data import cache
 from utils.data import examples as data
@@ -121,8 +122,9 @@ def test_ids_are_those_that_the_processor_gives_for_text_and_pictures(name, open
             text=[render(tokenizer, messages)],
             images=[images] if images else None,
             add_special_tokens=False,
+            return_tensors="pt",
         )
-        assert examples[i].ids.tolist() == list(made["input_ids"][0])
+        assert examples[i].ids.tolist() == made["input_ids"][0].tolist()
         answers = [id for id, label in zip(*examples[i][:2], strict=True) if label != IGNORE]
         assert tokenizer.decode(answers).count("A picture.") == len(row["messages"]) // 2
         assert processor.image_token not in tokenizer.decode(answers)
@@ -474,6 +476,46 @@ def test_spans_move_with_the_room_of_pictures_and_leave_it_out():
     assert moved.text == "a12b345c"
     assert [moved.text[a:b] for a, b, _ in moved.spans] == ["a", "b", "c", "c"]
     assert end == 7
+
+
+def test_a_folder_names_its_processor_as_that_of_pixtral_12b_does(opened, tmp_path):
+    """Pixtral 12B is a llava. A LlavaProcessor would give each picture another number of tokens."""
+    folder, _, _ = opened("llava")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "processor_config.json"
+    file.write_text(file.read_text().replace("LlavaProcessor", "LlavaNextProcessor"))
+    theirs = AutoProcessor.from_pretrained(tmp_path)
+    ours = load_processor(str(tmp_path), load_tokenizer(tmp_path))
+    assert isinstance(ours, LlavaNextProcessor)
+    assert isinstance(ours, type(theirs))
+
+
+@pytest.mark.parametrize("template", ["", "{{ bos_token }}"])
+def test_a_chat_begins_with_the_bos_token_that_auto_processor_adds(
+    template, opened, pictures, tmp_path
+):
+    """The template of LLaVA 1.5 and 1.6 writes none, and their tokenizer adds one."""
+    folder, tokenizer, _ = opened("llava")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    words = json.loads((folder / "tokenizer.json").read_text())
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    bos = {"id": "<s>", "ids": [tokenizer.bos_token_id], "tokens": ["<s>"]}
+    words["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": parts,
+        "pair": parts,
+        "special_tokens": {"<s>": bos},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(template + file.read_text())
+    theirs = AutoProcessor.from_pretrained(tmp_path)
+    question = user({"type": "image", "image": Image.open("a.png")}, "What?")
+    answer = user("A picture.") | {"role": "assistant"}
+    made = theirs.apply_chat_template([question, answer], tokenize=True, return_dict=True)
+    ours = load([{"messages": [user(PART, "What?"), ANSWER]}], tmp_path, load_tokenizer(tmp_path))
+    assert ours[0].ids.tolist() == list(made["input_ids"][0])
+    assert ours[0].ids.tolist().count(tokenizer.bos_token_id) == 1
 
 
 def test_a_processor_that_gives_other_tokens_is_named(opened, pictures, tmp_path):

@@ -35,7 +35,7 @@ from ..run.units import seed_of
 from .chats import Chat, encode_chat, encode_plain, render_chats
 from .formats import REMEDY, Messages, keys_of, to_messages, typed
 from .prompts import Prompt, prompt_of, turns_of
-from .tokens import HIDDEN, PLACE, encode, in_parts
+from .tokens import ANSWERED, HIDDEN, PLACE, adds_bos, encode, in_parts, render
 
 TAG = "<image>"
 PICTURE_TYPES = ("image", "image_url")  # types of a part that is a picture
@@ -47,7 +47,7 @@ NO_ROOM = (
 FORMATS = "JPEG PNG GIF WEBP BMP TIFF PPM TGA ICO JPEG2000".split()
 # EXIF tag, and its values that swap width and height
 ORIENTATION = 0x0112
-TURNED = (5, 6, 7, 8)
+TURNED = range(5, 9)
 PATCH_PIXELS = 3 * 14 * 14
 Size = tuple[int, int]  # width, height
 
@@ -64,48 +64,52 @@ class NoVideos(dict):
 @lru_cache(maxsize=4)
 def load_processor(folder: Path | str, tokenizer):
     """The processor of a model folder, for pictures only. Without videos it needs neither torchvision nor
-    num2words. The tokenizer gets the processor's chat template, unless --chat_template was given.
+    num2words. The tokenizer gets the processor's chat template, unless --chat_template was given, and any
+    template writes the BOS token if the tokenizer adds one.
 
     ConfigError if the folder has no processor, or one that transformers cannot read, and for a model that
     does not predict each token of a conversation from those before it.
     """
-    # Imported here because they import torch.
-    from transformers import PROCESSOR_MAPPING, AutoConfig, Idefics3Processor
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+    import transformers  # here because it imports torch
 
     with others_code(
         f"{folder}: its processor cannot be read",
         "pip install what is named as missing, or another --model, which takes pictures",
     ):
-        config = AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder)
         check(
             not config.is_encoder_decoder and config.model_type != "paligemma",
             f"{folder}: in {config.model_type} all tokens of a prompt see each other: this is not trained"
             " (fix: a causal language model with pictures, such as qwen3_vl or gemma3)",
         )
-        kind = PROCESSOR_MAPPING[type(config)]
+        kind = transformers.PROCESSOR_MAPPING[type(config)]
+        settings, _ = kind.get_processor_dict(folder)
+        # Pixtral 12B is a llava with a PixtralProcessor.
+        kind = getattr(transformers, settings.get("processor_class", ""), kind)
         if kind.__name__ == "SmolVLMProcessor":
-            kind = Idefics3Processor  # the same for pictures
-        images = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-        settings, _ = kind.get_processor_dict(folder, local_files_only=True)
+            kind = transformers.Idefics3Processor  # the same for pictures
+        images = transformers.AutoImageProcessor.from_pretrained(folder)
 
         class Processor(kind):
-            def check_argument_for_proper_class(self, name, value):
-                if name in parts:
-                    super().check_argument_for_proper_class(name, value)
+            compared = False  # see compare_once
 
             def _has_wrappers(*_):
                 # HunYuan-VL's processor wants tokens around each placeholder, and `process` writes none.
                 return True
 
+            check_argument_for_proper_class = _has_wrappers  # refuses NoVideos, else
+
         parts = {"tokenizer": tokenizer, "image_processor": images}
         processor = Processor.from_args_and_dict(
             [parts.get(name, NoVideos()) for name in kind.get_attributes()], settings
         )
-    template = settings.get("chat_template")
-    if template and tokenizer.template_name in (f"of {folder}", ""):
-        tokenizer.chat_template = template
-        tokenizer.template_name = f"of {folder}"
+        template = settings.get("chat_template")
+        if template and tokenizer.template_name in (f"of {folder}", ""):
+            tokenizer.chat_template = template
+            tokenizer.template_name = f"of {folder}"
+        if adds_bos(tokenizer) and not render(tokenizer, ANSWERED).startswith(tokenizer.bos_token):
+            # AutoProcessor puts it before such a chat (LLaVA's), which others encode as it is.
+            tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     return processor
 
 
@@ -165,7 +169,7 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         ]  # it may end before the last picture
         filled, end, patches = with_pictures(processor, tokenizer, chat, shown)
         ids, mask = encode_chat(tokenizer, filled)
-        is_cut = shown and len(ids) > rows.seq_len and rows.too_long == "truncate"
+        is_cut = len(ids) > rows.seq_len and rows.too_long == "truncate"
         if is_cut and len(encode(tokenizer, filled.text[:end]).ids) > rows.seq_len:
             part.dropped[NO_ROOM] += 1
         else:
@@ -216,12 +220,13 @@ def with_texts(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
     """(the chat with each placeholder `place` replaced by a text, the character where the last one ends). The
     replacements are not trained.
     """
-    starts = [match.start() for match in re.finditer(re.escape(place), chat.text)]
+    places = re.compile(re.escape(place))
+    starts = [match.start() for match in places.finditer(chat.text)]
 
     def filled_up_to(end):
         """The text before character `end`, with its placeholders replaced."""
         replacements = iter(texts)
-        return re.sub(re.escape(place), lambda _: next(replacements), chat.text[:end])
+        return places.sub(lambda _: next(replacements), chat.text[:end])
 
     spans = []
     for begin, end, exact in chat.spans:
@@ -242,13 +247,13 @@ def compare_once(processor, tokenizer, text: str, filled: str, sizes: tuple[Size
     """Check once per process that our ids are those of the processor. filled: `text` with its placeholders
     replaced; the processor gets `text` and blank pictures of these sizes. ValueError if the ids differ.
     """
-    if getattr(processor, "compared", False) or HIDDEN.search(text):
+    if processor.compared or HIDDEN.search(text):
         return
     processor.compared = True
     blanks = [Image.new("RGB", size) for size in sizes]
-    output = processor(text=[text], images=[blanks], add_special_tokens=False)
+    output = processor(text=[text], images=[blanks], add_special_tokens=False, return_tensors="pt")
     ours = encode(tokenizer, filled).ids
-    theirs = list(output["input_ids"][0])
+    theirs = output["input_ids"][0].tolist()
     if theirs != ours:
         raise ValueError(
             f"the model's processor gives {len(theirs)} tokens, and its tokenizer {len(ours)} others"
@@ -348,7 +353,7 @@ def without_parts(turn: object, sources: list) -> object:
     parts = []
     for part in turn[key]:
         if isinstance(part, dict) and part.get("type") in PICTURE_TYPES:
-            sources.append(next((part[name] for name in SOURCES if part.get(name)), None))
+            sources.append(next(filter(None, map(part.get, SOURCES)), None))
             part = {"type": "text", "text": PLACE}
         parts.append(part)
     return turn | {key: parts}

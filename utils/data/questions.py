@@ -162,9 +162,9 @@ def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example
         answered = [*messages, {"role": "assistant", "content": choice}]
         prompt = prompt_of(tokenizer, messages, question.tools)
         rendered = prompt_of(tokenizer, answered, question.tools)
-        before, *_ = rendered[len(prompt) :].partition(choice)
-        if not before.strip():  # Llama 2: "[/INST]", then " Yes"; only white space is kept
-            lead = before
+        lead, *_ = rendered[len(prompt) :].partition(choice)  # Llama 2: "[/INST]", then " Yes"
+        if lead.strip():  # only white space is kept
+            lead = ""
     text = prompt + lead + choice
     ids, mask = encode_chat(tokenizer, Chat(text, [(len(prompt), len(text), True)]))
     return scored(start + ids, len(start) + mask.find(1), question.where)

@@ -280,10 +280,12 @@ def of_pattern(pattern: re.Pattern) -> Callable:
 
     def is_right(text, known):
         match = pattern.search(text.strip())
+        if not match or not pattern.groups:
+            return bool(match)
         solution = pattern.search(known)
-        if solution and solution[0] != solution[pattern.groups > 0]:
+        if solution and solution[0] != solution[1]:
             known = solution[1] or known
-        return bool(match) and (not pattern.groups or is_same(match[1] or "", known))
+        return is_same(match[1] or "", known)
 
     if pattern.groups:
         return partial(compared, is_right)

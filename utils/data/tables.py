@@ -80,10 +80,10 @@ def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
     if isinstance(data_set, datasets.DatasetDict):
         split = split or "train"
         print0(f"split     {path}:{split}, of {', '.join(data_set)}")
-        reason = f"it has no split {split}, but {', '.join(data_set)}"
         check(
             split in data_set,
-            f"--dataset {name}: {reason} (fix: --dataset {path}:{max(data_set)})",
+            f"--dataset {name}: it has no split {split}, but {', '.join(data_set)}"
+            f" (fix: --dataset {path}:{max(data_set)})",
         )
         data_set = data_set[split]
     files = [Path(file["filename"]) for file in data_set.cache_files]

@@ -278,7 +278,7 @@ def check_kind(config: PretrainedConfig, kind: str) -> None:
         fix = "recipes/vision.py, for plan.py --images 1344x896; or a text-only model, such as qwen2.5-7b"
     else:
         wanted = "model of pictures and text that is part of transformers"
-        fix = "a model whose code is, such as MiniCPM-V 4.6 for MiniCPM-V 2.6 and OmniLMM"
+        fix = "a model whose code is: MiniCPM-V 4.6 for 2.6 and OmniLMM, InternVL3-8B-hf for InternVL3-8B"
     if kind != "pictures":
         listed = listed or getattr(config, "auto_map", None)  # the folder has code of its own
     check(listed, f"--model: {config.model_type} is no {wanted} (fix: {fix})")
