@@ -70,7 +70,10 @@ def load_processor(folder: Path | str, tokenizer):
     ConfigError if the folder has no processor, or one that transformers cannot read, and for a model that
     does not predict each token of a conversation from those before it.
     """
-    import transformers  # here because it imports torch
+    # Imported here because they import torch; this class by its file, since transformers 5.17 else demands
+    # torchvision.
+    import transformers
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with others_code(
         f"{folder}: its processor cannot be read",
@@ -88,7 +91,7 @@ def load_processor(folder: Path | str, tokenizer):
         kind = getattr(transformers, settings.get("processor_class", ""), kind)
         if kind.__name__ == "SmolVLMProcessor":
             kind = transformers.Idefics3Processor  # the same for pictures
-        images = transformers.AutoImageProcessor.from_pretrained(folder)
+        images = AutoImageProcessor.from_pretrained(folder)
 
         class Processor(kind):
             compared = False  # see compare_once

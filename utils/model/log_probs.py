@@ -51,7 +51,7 @@ def per_sequence(batch, values: Tensor) -> Tensor:
     return values.new_zeros(len(batch.where)).index_add(0, sequence, values.flatten())
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+def _cross_entropy(logits, targets, temperature):
     """(c, V) and (c,) -> (c,)"""
     return F.cross_entropy(logits / temperature, targets, reduction="none")
 
