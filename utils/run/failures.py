@@ -41,7 +41,9 @@ def explain(error: Exception) -> None:
     name = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
     if name.startswith(__package__.removesuffix("run")):
         file = name.replace(".", "/") + ".py"
-        print_once(f"{file} is not here, and a flag needs it (fix: copy it too)", agreed=True)
+        print_once(
+            f"{file} is not here, and a flag or the model needs it (fix: copy it too)", agreed=True
+        )
         sys.exit(2)
     for number in (signal.SIGTERM, signal.SIGINT):  # torchrun may send them meanwhile
         signal.signal(number, signal.SIG_IGN)
