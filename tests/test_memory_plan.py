@@ -10,12 +10,14 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from types import ModuleType
 from unittest.mock import patch
 
 import fit_trials
 import pytest
 import torch
 import torch.nn.functional as F
+from families import family_config
 from fsdp_tracker import most_alive, setting_of
 from launch import forked
 from limited import Limit
@@ -26,6 +28,7 @@ from tiny import KINDS, OLDER, tiny_config, tiny_model_folder
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from utils.data.batches import GlobalBatches
 from utils.data.encode import Rows
@@ -313,6 +316,41 @@ def test_attention_on_meta_saves_what_the_kernel_of_a_cpu_saves(key, value, mask
         with saved_tensors_hooks(keep, lambda kept: kept):
             attend(*given, **how, **levers)
     assert saved["meta"] == saved["cpu"] != []
+
+
+class KernelInterface:
+    def __getitem__(self, grid):
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+
+def test_a_kernel_of_triton_counts_by_what_it_keeps(monkeypatch):
+    """As those of flash-linear-attention, which cannot be launched on meta. A CPU has no triton."""
+    for name in ("triton", "triton.runtime", "triton.runtime.jit"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["triton.runtime.jit"].KernelInterface = KernelInterface
+    kernel = KernelInterface()
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, launches):
+            out, square = torch.empty_like(x), torch.empty_like(x, dtype=torch.float32)
+            if launches:
+                kernel[(1,)](x, out, square, BLOCK=64)
+            ctx.save_for_backward(x, square)
+            return out
+
+        @staticmethod
+        def backward(ctx, d_out):
+            return torch.empty_like(d_out), None
+
+    found = []
+    for launches in (True, False):
+        model = planned_model(Setting(tiny_config("llama"), torch.float32, torch.bfloat16, 64))
+        monkeypatch.setattr(LlamaMLP, "forward", lambda _, x, how=launches: Cube.apply(x, how))
+        found.append(record_step(model, torch.bfloat16, 2, 64)())
+    with_kernel, without = found
+    assert with_kernel == without
+    assert with_kernel.blocks[0].rest > 0
 
 
 SAVED = [
@@ -795,6 +833,14 @@ def test_plan_prints_tables_and_a_command_that_fits():
     assert re.search(
         r"torchrun --nproc_per_node 2 recipes/finetune.py --model DIR --dataset FILE", ended.stdout
     )
+
+
+def test_a_plan_for_gpus_names_the_package_that_linear_attention_lacks(tmp_path):
+    """In transformers' own words, once. A run on a CPU could not use it."""
+    family_config("qwen3_5_text").save_pretrained(tmp_path)
+    ended = forked(f"{PLAN} --model {tmp_path} --gpu_memory 8 --seq_len 64")
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("install `flash-linear-attention`") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 that a model keeps packed documents apart. RMS norms in one kernel of a GPU. Compiled layers.
 """
 
+import logging
 import re
 from functools import partial
 from inspect import signature
@@ -18,7 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..run.errors import check, others_code
+from ..run.errors import check, others_code, rank
 from ..run.units import IGNORE
 from .loss import summed_cross_entropy
 from .sharding import decoder_layers, lacks_grouped_kernels, reshard
@@ -44,13 +45,17 @@ def fuse_norms(model: nn.Module) -> None:
     For the backward it keeps its input and one number per token. transformers' code keeps the input in fp32,
     and if the weight trains also what the weight scales. In 16 bit it rounds once, not twice.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.rms_norm.html
+
+    Rank 0 lets transformers say which package would make linear attention fast, if it is not installed.
     """
+    if not rank():
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel("WARNING")
     for module in model.modules():
         if _code_of(type(module)) == _code_of(LlamaRMSNorm):
             module.forward = MethodType(_fused_norm, module)
 
 
-def _fused_norm(self, hidden: Tensor) -> Tensor:
+def _fused_norm(self, hidden):
     if self.weight.dtype != hidden.dtype:  # kept in fp32, and then the result is fp32
         return type(self).forward(self, hidden)
     return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)

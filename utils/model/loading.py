@@ -469,7 +469,7 @@ def read_elements(file, piece: Piece, first: int, into: Tensor) -> None:
     check(read_bytes == len(data), f"{file.name}: cut short while it was read {AGAIN}")
 
 
-def _fill_buffers(model: nn.Module, loaded: set[Tensor]) -> None:
+def _fill_buffers(model, loaded):
     """Compute the buffers that no checkpoint holds: rotary frequencies, embedding scales.
 
     After to_empty they hold arbitrary values, and nothing warns. As in transformers' own loader, loaded

@@ -355,7 +355,7 @@ def _cross_entropy_in_place(logits, targets):
     return loss, logits
 
 
-def _add_product(sums: list[Tensor], d_logits: Tensor, h: Tensor) -> None:
+def _add_product(sums, d_logits, h):
     """Add d_logits.T @ h, of (c, V) and (c, D), to the blocks (ROWS, D) in fp32 that make up (V, D).
 
     A GPU accumulates within the product. A CPU has no product of 16-bit matrices with an fp32 result.

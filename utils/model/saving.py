@@ -167,7 +167,7 @@ def verify_chunks(folder: Path, chunks: Iterable[Chunk]) -> None:
         )
 
 
-def _opened(folder: Path, chunks: Iterable[Chunk], mode: str) -> Iterator[tuple]:
+def _opened(folder, chunks, mode):
     """The chunks, with an open file in place of its name. Each file is synced before it is closed.
 
     A file is not open for reading and writing at once: NFS would then write whole pages, with old bytes

@@ -6,9 +6,10 @@ tensor is freed, as in torch's own tracker (torch/distributed/_tools/mem_tracker
 """
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -224,12 +225,18 @@ def record_step(
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Within it new tensors are on meta, attention is a CPU's, and transformers asks for no values."""
+    """Within it new tensors are on meta, attention is a CPU's, transformers asks for no values, and no kernel
+    of Triton is launched.
+    """
     with (
         torch.device("meta"),
         patch.object(F, "scaled_dot_product_attention", attention_on_meta),
         patch.object(F, "rms_norm", norm_on_meta),
         patch.object(import_utils, "is_fake_tensor", attrgetter("is_meta")),
+        # They write into tensors that are there already, such as those of flash-linear-attention.
+        patch("triton.runtime.jit.KernelInterface.__getitem__", lambda *_: lambda *_, **__: None)
+        if "triton" in sys.modules
+        else nullcontext(),
     ):
         yield
 

@@ -123,7 +123,7 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
                 state[name] = _sharded(scales, parameter, (len(parameter), blocks))
 
 
-def _sharded(part: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _sharded(part, like, shape):
     """`part` as this rank's shard of a tensor of `shape`, sharded like `like`.
 
     Not DTensor.from_local, which would move a part that is on the host to the GPU.
