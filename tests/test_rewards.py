@@ -369,6 +369,24 @@ def test_a_fault_names_the_reward_the_row_and_the_completion(name, rules):
         scores(f"{rules}:{function}", ["one", "two", "three"], **columns)
 
 
+def test_a_function_for_messages_is_told_how_texts_become_messages(rules):
+    """As with the functions of GRPO notebooks, and GSM8K with --columns prompt=question."""
+    rules.write_text(
+        "import re\n"
+        "def of_chat(completions, **columns):\n"
+        "    return [float(one[0]['content'] == '3') for one in completions]\n"
+        "def of_text(completions, **columns):\n"
+        "    return [float('3' == re.sub(' ', '', one)) for one in completions]\n"
+    )
+    remedy = r" \(texts or messages, as prompts; --columns instruction=THEIRS makes messages"
+    with pytest.raises(ConfigError, match=r"TypeError: string ind.*completion '3'" + remedy):
+        scores(f"{rules}:of_chat", ["3"])
+    chat = [[{"role": "user", "content": "1 + 2"}]]
+    assert scores(f"{rules}:of_chat", ["3"], chat) == ({"of_chat": [1.0]}, [1.0])
+    with pytest.raises(ConfigError, match=r"TypeError: expected str.*'content': '3'}\]" + remedy):
+        scores(f"{rules}:of_text", ["3"], chat)
+
+
 def test_a_wrong_number_of_values_is_a_fault(rules):
     with pytest.raises(ConfigError, match="too_few: 1 values for 2 completions of rows.jsonl:1"):
         scores(f"{rules}:too_few", ["one", "two"])

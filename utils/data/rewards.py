@@ -40,6 +40,7 @@ FORMS_OF_REWARDS = (
     "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight"
     " (fix: exact:0.5)"
 )
+FORMS = " (texts or messages, as prompts; --columns instruction=THEIRS makes messages)"
 SEPARATOR = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
 ONE_REWARD = re.compile(r"(?:regex:(.+?)|(?:(.+\.py):)?(\w+))(?::([+-]?\d*\.?\d+))?", re.S)
 # The group is empty if there is no number, and for parts of a formula: the 3 of \frac{14}{3}, \frac23,
@@ -79,7 +80,7 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
             function = files[file].get(name)
             check(
                 callable(function) and not inspect.iscoroutinefunction(function),
-                f"{setting}: no function {name}, or an async one; {FORMS_OF_REWARDS}",
+                f"{setting}: no function {name}, or an async one (asyncio.run calls it); {FORMS_OF_REWARDS}",
             )
         if name in {"model"} | {reward.name for reward in rewards}:
             name = f"{name}_{len(rewards)}"
@@ -228,7 +229,7 @@ def values_of(reward: Reward, lists: dict[str, list], where: list[str]) -> list[
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{reward.flag} {reward.name}: {reason_of_others(error)} ({frame.filename}:{frame.lineno});"
-            f" {where[0]}, completion {completion_text(lists['completions'][0])[:200]!r}"
+            f" {where[0]}, completion {lists['completions'][0]!r:.200}{FORMS * isinstance(error, TypeError)}"
         ) from error
     check(
         len(values) == len(where),
