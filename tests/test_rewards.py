@@ -5,6 +5,7 @@ python -m pytest tests/test_rewards.py
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -190,6 +191,35 @@ def test_a_solution_as_the_answer_is_searched_for_the_group_too():
     # a pattern that is only a group would cut answers that are no solutions
     assert given(r"regex:(\d+)", ["12", "12.5"], answer=["12.5"] * 2) == [0, 0]
     assert given(r"regex:(a)?b|c", ["b", "c"], answer=["c"] * 2) == [0, 0]
+
+
+README = (ROOT / "recipes" / "README.md").read_text()
+
+
+def test_the_pattern_for_math_in_the_readme_ends_with_its_box():
+    pattern = re.search(r"'(regex:\\\\boxed\S+)'", README)[1]
+    known = [r"It is $\boxed{\frac{\sqrt{3}}{2}}$, as $x = \sqrt{25}$."]
+    for text, right in (
+        (r"$\boxed{\frac{\sqrt{3}}{2}}$, as $x^{2} = 25$.", 1),
+        (r"\boxed{\frac{\sqrt{3}}{2}} or \boxed{1}", 1),
+        (r"\boxed{\frac{\sqrt{5}}{2}}", 0),
+        (r"\boxed{\frac{\sqrt{3}}{2}", 0),
+    ):
+        assert given(pattern, [text], answer=known) == [right], text
+
+
+def test_the_function_for_rows_of_verl_in_the_readme_compares_whole_answers(tmp_path):
+    code = re.search(r"```python\n(import re\n.*?def right\(.*?)```", README, re.S)[1]
+    (tmp_path / "verl.py").write_text(code)
+    prompt = [[{"role": "user", "content": "?"}]]
+    for text, value in (
+        ("Answer: 3", 1),
+        ("Answer: 34", 0),
+        ("Answer: 34\nNo.\n**Answer:** $3$.", 1),
+        ("3", 0),
+    ):
+        columns = {"reward_model": [{"ground_truth": "3"}]}
+        assert scores(f"{tmp_path}/verl.py:right", [text], prompt, **columns)[1] == [value], text
 
 
 def test_patterns_may_have_commas_and_colons_and_weights_are_behind_them():

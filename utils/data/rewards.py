@@ -1,7 +1,7 @@
 """Rewards of completions: functions in the user's own files, and three built-in rewards; and for grpo.py this
 rank's micro-batches of completions with their advantages.
 
---rewards exact,number:0.5,rules.py:is_short:-0.1,'regex:<answer>(.*)</answer>:2'
+--rewards exact,number:0.5,rules.py:is_short:-0.1,'regex:<answer>(.*?)</answer>:2'
 
 Commas separate the rewards. A number at the end of a reward is its weight; the default is 1. A regex cannot
 contain a comma that is followed by the name of a reward. Functions have the signature of TRL's reward
