@@ -604,6 +604,12 @@ def main(cfg: Config) -> Path:
             rewarded_at = time.monotonic()
             if world.rank == 0:
                 write_samples(out, step + 1, asked, rewarded, cfg.group_size)
+            if step == first and not any(advantages):
+                print0(
+                    f"warning: step {step + 1} learns nothing from rewards: those of each prompt are equal"
+                    f" (fix: if it stays so, compare texts and rewards in {out / 'samples.jsonl'};"
+                    " other --rewards, a --model that is sometimes right, a larger --group_size)"
+                )
             done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 during the warm-up
             decay = {
                 "constant": 1.0,
@@ -769,10 +775,12 @@ def policy_loss(
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     losses = -torch.min(ratio * batch.advantages, clipped * batch.advantages)
     is_clipped = clipped * batch.advantages < ratio * batch.advantages
-    kl = torch.zeros_like(log_pi)
-    if log_pi_ref is not None:
-        # k3 of http://joschu.net/blog/kl-approx.html, times the ratio as in https://arxiv.org/abs/2512.02556
-        kl = (torch.exp(log_pi_ref - log_pi) - (log_pi_ref - log_pi) - 1) * ratio
+    # k3 of http://joschu.net/blog/kl-approx.html, times the ratio as in https://arxiv.org/abs/2512.02556
+    kl = (
+        torch.zeros_like(log_pi)
+        if log_pi_ref is None
+        else (torch.exp(log_pi_ref - log_pi) - (log_pi_ref - log_pi) - 1) * ratio
+    )
     return losses + cfg.kl_beta * kl, is_clipped, kl
 
 

@@ -648,6 +648,29 @@ def test_frequent_flags_of_published_examples_are_answered_with_ours(theirs, our
         parse_cli(finetune.Config, [f"--{theirs}", "x"], aliases=True)
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--top_p 0.9", "draws from all tokens, at --temperature (fix: leave it out"),
+        ("--vllm_server_host 0.0.0.0", "draws with the model that trains (fix: leave it out"),
+        ("--mask_truncated_completions true", "are trained, with their rewards;"),
+        ("--importance_sampling_level sequence", "GSPO is in utils/README.md)"),
+        ("--reward_weights 1 0.5", "behind its reward (fix: --rewards exact:2,"),
+        ("--generation_batch_size 64", "--group_size completions of each of --global_batch_size"),
+        ("--sync_ref_model true", "the reference is the model at its start"),
+        ("--log_completions true", "OUT/samples.jsonl has"),
+        ("--chat_template_kwargs {}", "(fix: --chat_template FILE, whose first line is"),
+        ("--system_prompt x", "(fix: --columns system=THEIRS, or a system turn in each row)"),
+        ("--n_samples_per_prompt 8", "is --group_size here"),  # OpenRLHF
+        ("--init_kl_coef 0.01", "is --kl_beta here"),
+    ],
+)
+def test_flags_of_trl_and_openrlhf_for_rewards_are_answered(argv, words):
+    with pytest.raises(ConfigError) as refused:
+        parse_cli(grpo.Config, argv.split()[:2], aliases=True)
+    assert words in str(refused.value)
+
+
 def test_each_flag_of_the_llama_recipes_table_works_or_is_answered(capsys):
     for name, meaning in foreign_flags.TABLES["llama_recipes"].items():
         for text in meaning if isinstance(meaning, dict) else ["4"]:

@@ -4,6 +4,7 @@ PyTorch does it.
 python -m pytest tests/test_grpo.py -m ""
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -344,15 +345,27 @@ def test_copies_of_the_learners_are_refused(files, tmp_path):
             trained(3, tmp_path / flag, files, **how)
 
 
-def test_completions_that_are_all_alike_teach_nothing(files, tmp_path):
+def test_completions_that_are_all_alike_teach_nothing_and_a_warning_says_so(files, tmp_path):
     """Ranks without a completion to learn take part with fillers."""
     metrics, weights, _ = trained(
-        2, tmp_path / "out", files, rewards="exact", batch_size=2, weight_decay=0.0
+        2, tmp_path / "out", files, train_told, rewards="exact", batch_size=2, weight_decay=0.0
     )
+    said = (tmp_path / "out_0.txt").read_text() + (tmp_path / "out_1.txt").read_text()
+    assert re.findall("warning: .* learns nothing from rewards", said) == [
+        "warning: step 1 learns nothing from rewards"
+    ]
     start = load_file(f"{files['model']}/model.safetensors")
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights.items())
     assert all(m["ties"] == 1 and m["loss"] == 0 and m["grad_norm"] == 0 for m in metrics)
     assert all(m["entropy"] is None and m["mismatch"] is None for m in metrics)  # of no token
+
+
+def train_told(world, flags):
+    with (
+        open(f"{flags['output_dir']}_{world.rank}.txt", "w") as file,
+        contextlib.redirect_stdout(file),
+    ):
+        return train(world, flags)
 
 
 @slow

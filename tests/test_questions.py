@@ -228,6 +228,28 @@ def test_what_the_template_leaves_out_of_a_prompt_is_counted(folder, tmp_path):
     assert re.search(r"1 rows with system text, which .* \(the first: \S*rows.jsonl:3\)", said)
 
 
+def test_a_prompt_that_a_template_rendered_before_and_an_answer_taken_for_the_column_are_told(
+    folder, tmp_path
+):
+    """As in notebooks with apply_chat_template(..., tokenize=False), and with a begun answer as last turn."""
+    rows = [
+        {
+            "prompt": "<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n<think>",
+            "target": 3,
+        },
+        {"prompt": [user("<|im_end|>")], "answer": "3"},
+        {"prompt": [user("1 + 2?"), answer("Let me think.\n<think>")], "target": 3},
+    ]
+    write(tmp_path / "rows.jsonl", rows)
+    questions = load(load_tokenizer(folder), tmp_path / "rows.jsonl")
+    assert "2 rows in which text spells a special token, which stays text" in questions.summary()
+    (line,) = questions.sources()
+    assert line.endswith(
+        ": prompts in the chat template (2 rows), prompts in the chat template, answers as the column"
+        " answer (1 rows)"
+    )
+
+
 def test_a_prompt_that_is_too_long_is_dropped_and_counted_never_cut(tokenizer, tmp_path):
     rows = [{"prompt": "a"}, {"prompt": "x" * 300}]
     found = load(tokenizer, tmp_path / "rows.jsonl", rows)

@@ -5,6 +5,7 @@ python -m pytest tests/test_rewards.py
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -192,6 +193,35 @@ def test_a_solution_as_the_answer_is_searched_for_the_group_too():
     assert given(r"regex:(a)?b|c", ["b", "c"], answer=["c"] * 2) == [0, 0]
 
 
+README = (ROOT / "recipes" / "README.md").read_text()
+
+
+def test_the_pattern_for_math_in_the_readme_ends_with_its_box():
+    pattern = re.search(r"'(regex:\\\\boxed\S+)'", README)[1]
+    known = [r"It is $\boxed{\frac{\sqrt{3}}{2}}$, as $x = \sqrt{25}$."]
+    for text, right in (
+        (r"$\boxed{\frac{\sqrt{3}}{2}}$, as $x^{2} = 25$.", 1),
+        (r"\boxed{\frac{\sqrt{3}}{2}} or \boxed{1}", 1),
+        (r"\boxed{\frac{\sqrt{5}}{2}}", 0),
+        (r"\boxed{\frac{\sqrt{3}}{2}", 0),
+    ):
+        assert given(pattern, [text], answer=known) == [right], text
+
+
+def test_the_function_for_rows_of_verl_in_the_readme_compares_whole_answers(tmp_path):
+    code = re.search(r"```python\n(import re\n.*?def right\(.*?)```", README, re.S)[1]
+    (tmp_path / "verl.py").write_text(code)
+    prompt = [[{"role": "user", "content": "?"}]]
+    for text, value in (
+        ("Answer: 3", 1),
+        ("Answer: 34", 0),
+        ("Answer: 34\nNo.\n**Answer:** $3$.", 1),
+        ("3", 0),
+    ):
+        columns = {"reward_model": [{"ground_truth": "3"}]}
+        assert scores(f"{tmp_path}/verl.py:right", [text], prompt, **columns)[1] == [value], text
+
+
 def test_patterns_may_have_commas_and_colons_and_weights_are_behind_them():
     flag = r"regex:\d{1,3}:.:0.5,exact:2,regex:a(b):-1e,number:.25,regex:x"
     rewards = parse_rewards(flag)
@@ -367,6 +397,24 @@ def test_a_fault_names_the_reward_the_row_and_the_completion(name, rules):
     words = rf"--rewards {function}: .*{words}.*; rows.jsonl:2, completion 'two'"
     with pytest.raises(ConfigError, match=words):
         scores(f"{rules}:{function}", ["one", "two", "three"], **columns)
+
+
+def test_a_function_for_messages_is_told_how_texts_become_messages(rules):
+    """As with the functions of GRPO notebooks, and GSM8K with --columns prompt=question."""
+    rules.write_text(
+        "import re\n"
+        "def of_chat(completions, **columns):\n"
+        "    return [float(one[0]['content'] == '3') for one in completions]\n"
+        "def of_text(completions, **columns):\n"
+        "    return [float('3' == re.sub(' ', '', one)) for one in completions]\n"
+    )
+    remedy = r" \(texts or messages, as prompts; --columns instruction=THEIRS makes messages"
+    with pytest.raises(ConfigError, match=r"TypeError: string ind.*completion '3'" + remedy):
+        scores(f"{rules}:of_chat", ["3"])
+    chat = [[{"role": "user", "content": "1 + 2"}]]
+    assert scores(f"{rules}:of_chat", ["3"], chat) == ({"of_chat": [1.0]}, [1.0])
+    with pytest.raises(ConfigError, match=r"TypeError: expected str.*'content': '3'}\]" + remedy):
+        scores(f"{rules}:of_text", ["3"], chat)
 
 
 def test_a_wrong_number_of_values_is_a_fault(rules):

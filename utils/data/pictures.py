@@ -33,7 +33,7 @@ from PIL import Image, ImageOps
 from ..run.errors import check, others_code, reason_of_others
 from ..run.units import seed_of
 from .chats import Chat, encode_chat, encode_plain, render_chats
-from .formats import REMEDY, Messages, keys_of, to_messages, typed
+from .formats import REMEDY, keys_of, to_messages, typed
 from .prompts import Prompt, prompt_of, turns_of
 from .tokens import ANSWERED, HIDDEN, PLACE, adds_bos, encode, in_parts, render
 
@@ -289,9 +289,7 @@ def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
 # --- rows -> messages and sources
 
 
-def read_pictured(
-    row: dict, form: str, notes: Counter
-) -> tuple[Messages, list | None, list[str], str]:
+def read_pictured(row: dict, form: str, notes: Counter) -> tuple:
     """(messages, tools, sources, form). In the contents of messages, PLACE stands for a picture; sources are
     the sources of the pictures as texts, in order. If nothing in the row marks their places, they come before
     the first user turn, as in TRL. The keys of pictures are taken out of `row`.

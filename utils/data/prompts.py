@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .chats import examine_parts, renderable, skeleton
+from .chats import SPELLED, examine_parts, renderable, skeleton
 from .formats import PICTURES, REFUSED, ROLES, Messages, to_messages
 from .tokens import adds_bos, encode, hidden, render
 
@@ -100,9 +100,11 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     """
     content, tools, answer = turns_of(row)
     form = "prompts in the chat template"
+    safe = hidden(tokenizer, content)
+    notes[SPELLED] += safe != content
     if is_plain(content, tokenizer, rows):
         form = "plain text"
-        ids = encode(tokenizer, hidden(tokenizer, content)).ids
+        ids = encode(tokenizer, safe).ids
         if adds_bos(tokenizer):
             ids = [tokenizer.bos_token_id, *ids]
     else:
@@ -121,6 +123,7 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     columns = {key: row[key] for key in row if key not in NO_COLUMNS}
     if answer or answer == 0:  # 0 and false are answers; a turn that only calls tools says nothing
         columns.setdefault("answer", answer)
+        form += ", answers as the column answer"
     part.add(ids, bytes(len(ids)), where)
     part.details.append(json.dumps([content, columns, tools], default=str))
     return form

@@ -1,7 +1,7 @@
 """Rewards of completions: functions in the user's own files, and three built-in rewards; and for grpo.py this
 rank's micro-batches of completions with their advantages.
 
---rewards exact,number:0.5,rules.py:is_short:-0.1,'regex:<answer>(.*)</answer>:2'
+--rewards exact,number:0.5,rules.py:is_short:-0.1,'regex:<answer>(.*?)</answer>:2'
 
 Commas separate the rewards. A number at the end of a reward is its weight; the default is 1. A regex cannot
 contain a comma that is followed by the name of a reward. Functions have the signature of TRL's reward
@@ -36,10 +36,8 @@ from .questions import Question, Questions, scored
 
 # --- rewards
 
-FORMS_OF_REWARDS = (
-    "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight"
-    " (fix: exact:0.5)"
-)
+FORMS = "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight (fix: exact:0.5)"
+TYPES = " (texts or messages, as prompts; --columns instruction=THEIRS makes messages)"
 SEPARATOR = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
 ONE_REWARD = re.compile(r"(?:regex:(.+?)|(?:(.+\.py):)?(\w+))(?::([+-]?\d*\.?\d+))?", re.S)
 # The group is empty if there is no number, and for parts of a formula: the 3 of \frac{14}{3}, \frac23,
@@ -67,7 +65,7 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
     for part in SEPARATOR.split(text) if text else ():
         setting = f"{flag} {part}"
         match = ONE_REWARD.fullmatch(part.strip())
-        check(match, f"{setting}: {FORMS_OF_REWARDS}")
+        check(match, f"{setting}: {FORMS}")
         pattern, file, name, weight = match.groups()
         if pattern:
             name = "regex"
@@ -79,7 +77,7 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
             function = files[file].get(name)
             check(
                 callable(function) and not inspect.iscoroutinefunction(function),
-                f"{setting}: no function {name}, or an async one; {FORMS_OF_REWARDS}",
+                f"{setting}: no function {name}, or an async one (asyncio.run calls it); {FORMS}",
             )
         if name in {"model"} | {reward.name for reward in rewards}:
             name = f"{name}_{len(rewards)}"
@@ -228,7 +226,7 @@ def values_of(reward: Reward, lists: dict[str, list], where: list[str]) -> list[
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{reward.flag} {reward.name}: {reason_of_others(error)} ({frame.filename}:{frame.lineno});"
-            f" {where[0]}, completion {completion_text(lists['completions'][0])[:200]!r}"
+            f" {where[0]}, completion {lists['completions'][0]!r:.200}{TYPES * isinstance(error, TypeError)}"
         ) from error
     check(
         len(values) == len(where),
