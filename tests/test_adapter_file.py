@@ -3,6 +3,7 @@
 python -m pytest tests/test_adapter_file.py
 """
 
+import itertools
 import json
 import shutil
 import warnings
@@ -12,6 +13,7 @@ import finetune
 import generate
 import pytest
 import torch
+from export import read_whole
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_parity import write_rows
@@ -197,6 +199,36 @@ def test_the_advice_for_an_adapter_in_a_bin_file_works(base, adapter, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base)
     PeftModel.from_pretrained(model, older).save_pretrained(newer)
     assert match_tensors(train_on(newer), newer)
+
+
+def test_an_adapter_of_the_experts_of_transformers_4_is_merged_as_the_error_says(tmp_path):
+    """Mixtral's experts were layers w1, w2 and w3 there, each with an adapter of its own."""
+    mixtral = tiny_model_folder(tmp_path / "mixtral", "mixtral", vocab_size=271)
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    peft_adapter(mixtral, adapter, ["q_proj"])
+    stored = load_file(adapter / TENSORS)
+    for name, into, out in (("w1", 64, 96), ("w2", 96, 64), ("w3", 64, 96)):
+        for layer, expert in itertools.product(range(3), range(4)):
+            path = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+            stored[f"{path}.lora_A.weight"] = torch.randn(4, into) * 0.1
+            stored[f"{path}.lora_B.weight"] = torch.randn(out, 4) * 0.1
+    save_file(stored, adapter / TENSORS)
+    adapter = changed(adapter, tmp_path / "old", target_modules=["q_proj", "w1", "w2", "w3"])
+    for recipe in ("finetune", "generate", "export"):
+        with pytest.raises(ConfigError, match=r"experts .* merge it with peft, and --model NEW\)"):
+            use(recipe, mixtral, adapter, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(mixtral, dtype="auto")
+    PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(merged)
+    before, after = (
+        {name: read_whole(info) for name, info in open_weights(folder).items()}
+        for folder in (mixtral, merged)
+    )
+    for name, info in before.items():
+        path = f"base_model.model.{name.removesuffix('.weight')}"
+        change = 0
+        if f"{path}.lora_A.weight" in stored:  # lora_alpha / r is 2
+            change = 2 * stored[f"{path}.lora_B.weight"] @ stored[f"{path}.lora_A.weight"]
+        torch.testing.assert_close(after[name], info + change)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -363,7 +363,11 @@ def inject(model: nn.Module, config: LoraConfig, where: str) -> None:
     ):
         warnings.simplefilter("ignore")  # about tied weights and Conv1D, which are handled here
         inject_adapter_in_model(config, model)
-    check(not config.target_parameters, f"{where}: experts cannot be adapted (fix: {fix})")
+    check(
+        not config.target_parameters,
+        f"{where}: experts cannot be adapted (fix: {TARGETS} all-linear; to go on from an adapter of experts:"
+        " merge it with peft, and --model NEW)",
+    )
 
 
 def _target_modules(model: nn.Module, targets: str) -> list[str]:
