@@ -301,8 +301,9 @@ def match_tensors(model: nn.Module, folder: Path, merge=False) -> dict[str, str]
             wrong.append(f"{key} {wanted}, there {found}")
     check(
         not wrong,
-        f"{file} does not fit: {first_five(wrong)} (fix: the adapter of this model; recipes/README.md says"
-        " how to merge that of a reward model, and one of a larger vocabulary)",
+        f"{file} does not fit: {first_five(wrong)} (fix: --model with the base of this adapter;"
+        " recipes/README.md says how to merge that of a reward model, to rename the tensors of an older one,"
+        " and to merge one of a larger vocabulary)",
     )
     return names
 
