@@ -268,3 +268,19 @@ def test_every_recipe_says_one_line_of_an_adapter_that_does_not_work(
             use(recipe, base, folder, tmp_path)
         assert len(str(error.value).splitlines()) == 1
     assert not (tmp_path / "out" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["/home/them/llama", "../models/llama"])
+def test_an_adapter_whose_base_is_not_on_this_machine_asks_for_the_model(adapter, tmp_path, name):
+    folder = changed(adapter, tmp_path / "adapter", base_model_name_or_path=name)
+    for recipe in ("generate", "export"):
+        with pytest.raises(ConfigError, match=rf"^{name} is not a folder.*fix: --model, if an"):
+            use(recipe, "", folder, tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "generate", "export"])
+def test_an_adapter_of_the_hub_is_refused_with_the_command_that_fetches_it(base, tmp_path, recipe):
+    with pytest.raises(
+        ConfigError, match=r"^owner/name: .*hf download OWNER/NAME --local-dir DIR;"
+    ):
+        use(recipe, base, "owner/name", tmp_path)
