@@ -284,3 +284,24 @@ def test_an_adapter_of_the_hub_is_refused_with_the_command_that_fetches_it(base,
         ConfigError, match=r"^owner/name: .*hf download OWNER/NAME --local-dir DIR;"
     ):
         use(recipe, base, "owner/name", tmp_path)
+
+
+def test_other_settings_of_the_adapter_that_a_run_began_with_are_refused_at_its_resume(
+    base, adapter, tmp_path, capsys
+):
+    """Its checkpoint has the weights, and lora_alpha is in the adapter's folder, which may have changed."""
+    folder = changed(adapter, tmp_path / "adapter")
+    rows = write_rows(tmp_path / "rows.jsonl", 4)
+    flags = {"model": str(base), "adapter": str(folder), "dataset": str(rows), "steps": 2}
+    run = finetune.main(finetune.Config(**flags, save_every=1, output_dir=str(tmp_path / "run")))
+    checkpoint = str(run / "checkpoints" / "step_00000001")
+    again = flags | {"resume": checkpoint, "output_dir": str(tmp_path / "again")}
+    finetune.main(finetune.Config(**again))
+    export.main(export.Config(checkpoint=checkpoint, output_dir=str(tmp_path / "same")))
+    assert "warning" not in capsys.readouterr().out
+    shutil.rmtree(folder)
+    changed(adapter, folder, lora_alpha=16)
+    with pytest.raises(ConfigError, match=r"of another run: adapter \{?.* -> .*\(fix: "):
+        finetune.main(finetune.Config(**again | {"output_dir": str(tmp_path / "third")}))
+    export.main(export.Config(checkpoint=checkpoint, output_dir=str(tmp_path / "other")))
+    assert "was trained from, then -> now: adapter " in capsys.readouterr().out
