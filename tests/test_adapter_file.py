@@ -5,12 +5,14 @@ python -m pytest tests/test_adapter_file.py
 
 import itertools
 import json
+import math
 import shutil
 import warnings
 
 import export
 import finetune
 import generate
+import prefer
 import pytest
 import torch
 from export import read_whole
@@ -305,3 +307,19 @@ def test_other_settings_of_the_adapter_that_a_run_began_with_are_refused_at_its_
         finetune.main(finetune.Config(**again | {"output_dir": str(tmp_path / "third")}))
     export.main(export.Config(checkpoint=checkpoint, output_dir=str(tmp_path / "other")))
     assert "was trained from, then -> now: adapter " in capsys.readouterr().out
+
+
+def test_the_reference_of_an_adapter_is_computed_anew_for_another_lora_alpha(
+    base, adapter, tmp_path, monkeypatch
+):
+    """It is the model at the start, so the first loss is log 2. Equal tensors were read from the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "a", "chosen": "bc d", "rejected": "zz"}) + "\n")
+    for alpha in (8, 16):
+        folder = changed(adapter, tmp_path / f"adapter_{alpha}", lora_alpha=alpha)
+        flags = {"model": base, "adapter": folder, "dataset": pairs, "output_dir": f"{folder}_run"}
+        flags = {name: str(path) for name, path in flags.items()}
+        run = prefer.main(prefer.Config(**flags, steps=1))
+        first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
