@@ -32,7 +32,14 @@ import torch
 from torch import Tensor, nn
 
 from utils.data.tokens import end_of_turn_ids, load_tokenizer
-from utils.model.folder import TensorInfo, find_model, open_weights, quiet_transformers, read_json
+from utils.model.folder import (
+    TensorInfo,
+    check_vocab,
+    find_model,
+    open_weights,
+    quiet_transformers,
+    read_json,
+)
 from utils.model.loading import Piece, lay_out, local_box, read_elements
 from utils.model.lora import (
     BaseTunerLayer,
@@ -442,7 +449,9 @@ def copy_companions(model, folder: Path, adapter: Path, temp: Path) -> None:
         for path in adapter.glob(pattern):
             copy_file(adapter, path, temp)
     if settings.exists():
-        found = generation_config(model, temp, end_of_turn_ids(load_tokenizer(temp)))
+        tokenizer = load_tokenizer(temp)
+        check_vocab(tokenizer, len(model.get_input_embeddings().weight))
+        found = generation_config(model, temp, end_of_turn_ids(tokenizer))
         write_json(temp / GENERATION, found)
 
 

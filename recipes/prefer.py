@@ -469,7 +469,7 @@ def main(cfg: Config) -> Path:
         adapter = Path(cfg.adapter, "adapter_model.safetensors").read_bytes() if lora else b""
         model_facts = run_facts(source.config, source.weights, hashlib.sha256(adapter).hexdigest())
         dtypes = {"dtype": cfg.dtype, "param_dtype": cfg.param_dtype}
-        reference.score(loaders, model_facts | asdict(quant) | dtypes)
+        reference.score(loaders, model_facts | lora.flags() | asdict(quant) | dtypes)
     first_batches = loader.batches(0)
     first_mean = mean_of_wanted(model, first_batches, world)  # see MAX_FALL
 

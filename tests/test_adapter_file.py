@@ -3,15 +3,19 @@
 python -m pytest tests/test_adapter_file.py
 """
 
+import itertools
 import json
+import math
 import shutil
 import warnings
 
 import export
 import finetune
 import generate
+import prefer
 import pytest
 import torch
+from export import read_whole
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_parity import write_rows
@@ -199,6 +203,36 @@ def test_the_advice_for_an_adapter_in_a_bin_file_works(base, adapter, tmp_path):
     assert match_tensors(train_on(newer), newer)
 
 
+def test_an_adapter_of_the_experts_of_transformers_4_is_merged_as_the_error_says(tmp_path):
+    """Mixtral's experts were layers w1, w2 and w3 there, each with an adapter of its own."""
+    mixtral = tiny_model_folder(tmp_path / "mixtral", "mixtral", vocab_size=271)
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    peft_adapter(mixtral, adapter, ["q_proj"])
+    stored = load_file(adapter / TENSORS)
+    for name, into, out in (("w1", 64, 96), ("w2", 96, 64), ("w3", 64, 96)):
+        for layer, expert in itertools.product(range(3), range(4)):
+            path = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+            stored[f"{path}.lora_A.weight"] = torch.randn(4, into) * 0.1
+            stored[f"{path}.lora_B.weight"] = torch.randn(out, 4) * 0.1
+    save_file(stored, adapter / TENSORS)
+    adapter = changed(adapter, tmp_path / "old", target_modules=["q_proj", "w1", "w2", "w3"])
+    for recipe in ("finetune", "generate", "export"):
+        with pytest.raises(ConfigError, match=r"experts .* merge it with peft, and --model NEW\)"):
+            use(recipe, mixtral, adapter, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(mixtral, dtype="auto")
+    PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(merged)
+    before, after = (
+        {name: read_whole(info) for name, info in open_weights(folder).items()}
+        for folder in (mixtral, merged)
+    )
+    for name, info in before.items():
+        path = f"base_model.model.{name.removesuffix('.weight')}"
+        change = 0
+        if f"{path}.lora_A.weight" in stored:  # lora_alpha / r is 2
+            change = 2 * stored[f"{path}.lora_B.weight"] @ stored[f"{path}.lora_A.weight"]
+        torch.testing.assert_close(after[name], info + change)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_refused_by_name(adapter, tmp_path, bad):
     folder = changed(adapter, tmp_path / "adapter")
@@ -236,3 +270,56 @@ def test_every_recipe_says_one_line_of_an_adapter_that_does_not_work(
             use(recipe, base, folder, tmp_path)
         assert len(str(error.value).splitlines()) == 1
     assert not (tmp_path / "out" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["/home/them/llama", "../models/llama"])
+def test_an_adapter_whose_base_is_not_on_this_machine_asks_for_the_model(adapter, tmp_path, name):
+    folder = changed(adapter, tmp_path / "adapter", base_model_name_or_path=name)
+    for recipe in ("generate", "export"):
+        with pytest.raises(ConfigError, match=rf"^{name} is not a folder.*fix: --model, if an"):
+            use(recipe, "", folder, tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "generate", "export"])
+def test_an_adapter_of_the_hub_is_refused_with_the_command_that_fetches_it(base, tmp_path, recipe):
+    with pytest.raises(
+        ConfigError, match=r"^owner/name: .*hf download OWNER/NAME --local-dir DIR;"
+    ):
+        use(recipe, base, "owner/name", tmp_path)
+
+
+def test_other_settings_of_the_adapter_that_a_run_began_with_are_refused_at_its_resume(
+    base, adapter, tmp_path, capsys
+):
+    """Its checkpoint has the weights, and lora_alpha is in the adapter's folder, which may have changed."""
+    folder = changed(adapter, tmp_path / "adapter")
+    rows = write_rows(tmp_path / "rows.jsonl", 4)
+    flags = {"model": str(base), "adapter": str(folder), "dataset": str(rows), "steps": 2}
+    run = finetune.main(finetune.Config(**flags, save_every=1, output_dir=str(tmp_path / "run")))
+    checkpoint = str(run / "checkpoints" / "step_00000001")
+    again = flags | {"resume": checkpoint, "output_dir": str(tmp_path / "again")}
+    finetune.main(finetune.Config(**again))
+    export.main(export.Config(checkpoint=checkpoint, output_dir=str(tmp_path / "same")))
+    assert "warning" not in capsys.readouterr().out
+    shutil.rmtree(folder)
+    changed(adapter, folder, lora_alpha=16)
+    with pytest.raises(ConfigError, match=r"of another run: adapter \{?.* -> .*\(fix: "):
+        finetune.main(finetune.Config(**again | {"output_dir": str(tmp_path / "third")}))
+    export.main(export.Config(checkpoint=checkpoint, output_dir=str(tmp_path / "other")))
+    assert "was trained from, then -> now: adapter " in capsys.readouterr().out
+
+
+def test_the_reference_of_an_adapter_is_computed_anew_for_another_lora_alpha(
+    base, adapter, tmp_path, monkeypatch
+):
+    """It is the model at the start, so the first loss is log 2. Equal tensors were read from the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "a", "chosen": "bc d", "rejected": "zz"}) + "\n")
+    for alpha in (8, 16):
+        folder = changed(adapter, tmp_path / f"adapter_{alpha}", lora_alpha=alpha)
+        flags = {"model": base, "adapter": folder, "dataset": pairs, "output_dir": f"{folder}_run"}
+        flags = {name: str(path) for name, path in flags.items()}
+        run = prefer.main(prefer.Config(**flags, steps=1))
+        first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -227,6 +227,18 @@ def test_an_adapter_that_peft_saved_with_a_larger_vocabulary_is_merged(kind, sav
     torch.testing.assert_close(logits, expected)
 
 
+def test_an_adapter_with_more_tokens_than_its_base_has_rows_is_refused_as_elsewhere(made, tmp_path):
+    """generate.py would refuse the merged folder, and a server would end at the first such token."""
+    base, adapter = made
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens([f"<call {i}>" for i in range(40)])
+    tokenizer.save_pretrained(adapter)
+    message = rf"the tokenizer has {len(tokenizer)} tokens, the model 271 .*new tokens: see recipes"
+    with pytest.raises(ConfigError, match=message):
+        exported(tmp_path / "out", model=base, adapter=adapter)
+    assert not (tmp_path / "out").exists()
+
+
 CHAT = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 
 

@@ -4,6 +4,7 @@ python -m pytest tests/test_vision_serving.py -m ""
 """
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ from picture_families import FAMILIES as FAMILIES_OF_PICTURES
 from picture_families import NAMES, family_folder
 from PIL import Image
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from shell import ROOT
 from test_generate import answers, chatted, on_rank, user
 from test_vision import RUN, chat, train, write
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -481,6 +483,48 @@ def test_a_result_is_asked_in_the_template_of_the_run_and_not_in_an_older_one_of
     tokenizer = load_tokenizer(result)
     load_processor(result, tokenizer)
     assert tokenizer.chat_template == template + "{# own #}"
+
+
+OLDER = {  # name now -> name in transformers before 4.52
+    "qwen2_5_vl": {"model.language_model.": "model.", "model.visual.": "visual."},
+    "gemma3": {
+        "model.language_model.": "language_model.model.",
+        "model.vision_tower.": "vision_tower.vision_model.",
+    },
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_an_adapter_of_transformers_4_is_renamed_as_the_readme_says(name, tmp_path, monkeypatch):
+    """Each of its tensors has its effect again, in the language model and in the vision tower."""
+    folder, lora = family_folder(name, tmp_path / "base"), tmp_path / "DIR"
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    get_peft_model(model, LoraConfig(target_modules=r".*\.(q_proj|down_proj|fc1)")).save_pretrained(
+        lora
+    )
+    file = lora / "adapter_model.safetensors"
+    as_now = {key: torch.randn_like(tensor) for key, tensor in load_file(file).items()}
+    older = {}
+    for key, tensor in as_now.items():
+        for new, old in OLDER[name].items():
+            key = key.replace(f"base_model.model.{new}", f"base_model.model.{old}")
+        older[key.replace(".weight", ".default.weight")] = tensor
+    assert as_now.keys().isdisjoint(older)
+    save_file(older, file)
+    flags = {"model": str(folder), "adapter": str(lora), "output_dir": str(tmp_path / "merged")}
+    with pytest.raises(
+        ConfigError, match=r"recipes/README\.md says .* rename the tensors of an older"
+    ):
+        exported(1, **flags)
+    code = re.search(
+        r"```python\n(from safetensors.*?)```", (ROOT / "recipes/README.md").read_text(), re.S
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(code[1], {})
+    renamed = load_file(file)
+    assert renamed.keys() == as_now.keys()
+    assert all(torch.equal(renamed[key], as_now[key]) for key in as_now)
+    exported(1, **flags)
 
 
 def test_a_head_that_a_merge_unties_is_untied_in_the_text_config_too(tmp_path):

@@ -81,7 +81,7 @@ def find_model(name: str | Path, world: World, trust_remote_code: bool) -> Path:
                 re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
                 and not (folder.parent / "plan.json").exists(),
                 f"{name} is not a folder, and no hub id like owner/name{did_you_mean(folder)}"
-                " (a run writes model/ at its end, with LoRA adapter/)",
+                " (fix: --model, if an adapter names it; a run writes model/ at its end, with LoRA adapter/)",
             )
     fetched = ""
     with together(world, patient=True):
@@ -192,7 +192,7 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
             method = method.get("quant_method", "unnamed")
         check(
             not method,
-            f"{file}: quantization_config: {method} weights cannot be trained (fix: the original; of"
+            f"{file}: quantization_config: {method} weights cannot be trained (fix: --model ORIGINAL; of"
             f" fp8 and mxfp4 recipes/export.py --model {folder} --output_dir NEW makes bf16)",
         )
         check(

@@ -301,8 +301,9 @@ def match_tensors(model: nn.Module, folder: Path, merge=False) -> dict[str, str]
             wrong.append(f"{key} {wanted}, there {found}")
     check(
         not wrong,
-        f"{file} does not fit: {first_five(wrong)} (fix: the adapter of this model; recipes/README.md says"
-        " how to merge that of a reward model, and one of a larger vocabulary)",
+        f"{file} does not fit: {first_five(wrong)} (fix: --model with the base of this adapter;"
+        " recipes/README.md says how to merge that of a reward model, to rename the tensors of an older one,"
+        " and to merge one of a larger vocabulary)",
     )
     return names
 
@@ -363,7 +364,11 @@ def inject(model: nn.Module, config: LoraConfig, where: str) -> None:
     ):
         warnings.simplefilter("ignore")  # about tied weights and Conv1D, which are handled here
         inject_adapter_in_model(config, model)
-    check(not config.target_parameters, f"{where}: experts cannot be adapted (fix: {fix})")
+    check(
+        not config.target_parameters,
+        f"{where}: experts cannot be adapted (fix: {TARGETS} all-linear; to go on from an adapter of experts:"
+        " merge it with peft, and --model NEW)",
+    )
 
 
 def _target_modules(model: nn.Module, targets: str) -> list[str]:

@@ -4,10 +4,12 @@ They have a file of their own because those two import peft and bitsandbytes: 3 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ..run.errors import check
+from .folder import read_json
 
 SHARDS_INTEGERS = torch.__version__ >= "2.12"  # FSDP2 does
 
@@ -32,8 +34,9 @@ class Lora:
         return bool(self.lora_rank or self.adapter)
 
     def flags(self) -> dict[str, object]:
-        """The options of fresh adapters, by flag."""
-        return {name: value for name, value in vars(self).items() if name != "adapter"}
+        """The options of fresh adapters, by flag; for the folder to continue its settings: facts."""
+        settings = self.adapter and read_json(Path(self.adapter, "adapter_config.json"))
+        return vars(self) | {"adapter": settings}
 
 
 @dataclass(frozen=True)

@@ -148,10 +148,8 @@ def written_parts(state: dict[str, Tensor], world: World, piece: Piece) -> Itera
 
 def write_chunks(folder: Path, chunks: Iterable[Chunk]) -> int:
     """Write chunks at their places and sync them to the disk. Returns the number of bytes."""
-    written_bytes = 0
-    for file, at, data, _ in _opened(folder, chunks, "wb"):
-        written_bytes += transfer(os.pwritev, file, at, data)
-    return written_bytes
+    opened = _opened(folder, chunks, "wb")
+    return sum(transfer(os.pwritev, file, at, data) for file, at, data, _ in opened)
 
 
 def verify_chunks(folder: Path, chunks: Iterable[Chunk]) -> None:

@@ -49,8 +49,8 @@ def file_inside(folder: Path, name: str) -> Path:
     )
     check(
         real.is_file(),
-        f"{folder}: {name} is missing, or not a regular file (fix: copy or download the folder again; of a"
-        " run, name its model/, for --adapter its adapter/; an adapter in .bin: peft's save_pretrained)",
+        f"{folder}: {name} is missing, or not a regular file (fix: copy the folder again; hf download OWNER"
+        "/NAME --local-dir DIR; of a run, model/ or adapter/; an adapter in .bin: peft's save_pretrained)",
     )
     return folder / name
 

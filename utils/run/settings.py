@@ -12,7 +12,7 @@ import sys
 import typing
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -102,13 +102,12 @@ def split_words(argv: list[str]) -> dict[str, str]:
 
 def kinds_of(cls: type) -> dict[str, tuple[type, str | None]]:
     """Each setting's type, and the value that its flag means without a value (None: it needs one)."""
-    types = typing.get_type_hints(cls)
     return {
-        field.name: (
-            types[field.name],
-            "true" if types[field.name] is bool else field.metadata.get("bare"),
+        name: (
+            kind,
+            "true" if kind is bool else cls.__dataclass_fields__[name].metadata.get("bare"),
         )
-        for field in fields(cls)
+        for name, kind in typing.get_type_hints(cls).items()
     }
 
 

@@ -124,7 +124,7 @@ class RunLog(AbstractContextManager):
                 **dict(zip(means, mean_values, strict=True)),
                 loss=loss,
                 grad_norm=grad_norm,
-                skipped=int(self.skipped > 0),
+                skipped=int(overflows),
                 seconds=self.seconds,
                 tokens_per_second=per_second,
                 mfu=self.token_mfu * per_second or None,

@@ -126,11 +126,12 @@ def open_trained(
                 del rules[name]
             source = replace(source, weights=weights)
         pieces = plan_pieces(built, source.weights, source.folder)
-        if not merge and (adapter or run.get("lora_rank")):
+        trained = {name: run[name] for name in Lora().flags() if name in run}
+        lora = Lora(**trained | {"adapter": adapter})
+        if lora and not merge:
             from ..model.lora import add_adapters
 
-            trained = {name: run[name] for name in Lora().flags() if name in run}
-            config = add_adapters(built, Lora(adapter=adapter) if adapter else Lora(**trained))
+            config = add_adapters(built, lora)
         elif run.get("train"):
             freeze_parts(built, parse_parts(run["train"]), dtype)
         if quantization != "none":
@@ -149,7 +150,7 @@ def open_trained(
             check_tensors(
                 path, checkpoint_tensors(built), "the --model it was trained from", dtypes=False
             )
-            facts = run_facts(source.config, source.weights, "")
+            facts = lora.flags() | run_facts(source.config, source.weights, "")
             if changed := differences(facts | state, facts, ["data"]):
                 print0(
                     f"warning: {base} is not what the run was trained from, then -> now: {changed}"
