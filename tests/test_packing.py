@@ -31,7 +31,12 @@ from utils.model.attention import check_packing, settle_attention, wants_flat_pa
 from utils.model.folder import NOT_CAUSAL, open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import base_names
-from utils.model.loss import add_chunked_loss, settle_chunked_loss, summed_cross_entropy
+from utils.model.loss import (
+    add_chunked_loss,
+    arguments,
+    settle_chunked_loss,
+    summed_cross_entropy,
+)
 from utils.model.options import Quant
 from utils.model.quantize import quantize_linears
 from utils.model.sharding import recompute_activations
@@ -324,6 +329,17 @@ def test_completions_of_models_with_sinks_are_those_of_eager_attention(family):
     for eager, ours in zip(*found, strict=True):
         assert ours.ids == eager.ids
         assert ours.log_probs == pytest.approx(eager.log_probs, abs=1e-5)
+
+
+def test_layers_with_a_state_get_the_number_of_the_document_of_each_token():
+    """As the kernels of causal-conv1d want it: (1, T) int32, padding included."""
+    loader = PackedBatches(documents([13, 5, 21, 8, 30, 3, 17, 9]), 0, 2, 2, 0, 1, 0, 64)
+    loader.flat = True
+    (batch,) = loader.batches(0)
+    numbers = arguments(batch)["seq_idx"]
+    assert (numbers.dtype, numbers.shape) == (torch.int32, batch.ids.shape)
+    for number, (begin, end) in enumerate(itertools.pairwise(batch.begins.tolist())):
+        assert set(numbers[0, begin:end].tolist()) == {number}
 
 
 def test_a_family_whose_attention_has_dropout_keeps_sdpa():

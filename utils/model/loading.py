@@ -381,7 +381,7 @@ def _converted_box(name, info, pattern, converters, folder, parameter):
     return (int(expert[1]), first_row, 0), (1, *info.shape)
 
 
-def _fits(piece: Piece, parameter: Tensor) -> bool:
+def _fits(piece, parameter):
     """Whether a piece lies inside its parameter, and both or neither are floating-point."""
     if len(piece.shape) != parameter.ndim:
         return False

@@ -160,6 +160,8 @@ def arguments(batch) -> dict:
             "cu_seq_lens_k": batch.begins,
             "max_length_q": batch.longest,
             "max_length_k": batch.longest,
+            # the document of each token, for convolutions of layers with a state (Qwen3.5, Mamba-2)
+            "seq_idx": (batch.positions == 0).cumsum(1, dtype=torch.int32) - 1,
         }
     return options | batch.extra
 

@@ -136,7 +136,7 @@ def planned_model(setting: Setting) -> nn.Module:
 
 
 @lru_cache(maxsize=16)
-def _planned_model(setting: Setting) -> nn.Module:
+def _planned_model(setting):
     model = build_model(
         deepcopy(setting.config),  # build_model changes it
         setting.param_dtype,

@@ -98,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
                 weakref.finalize(storage, self._leave, key)
         return result
 
-    def _leave(self, key: int) -> None:
+    def _leave(self, key):
         """Log that a storage is freed."""
         at = len(self.log)
         if key == self.block_input:

@@ -114,7 +114,7 @@ class CheckpointSaver(AbstractContextManager):
             self.wait()
             dist.destroy_process_group(self.group)
 
-    def _finish(self, save) -> None:
+    def _finish(self, save):
         """Call `save`, which returns when the checkpoint is published. Raises ConfigError on all ranks."""
         try:
             save()
@@ -234,7 +234,7 @@ class _HashingFile(io.BufferedWriter):
         return super().write(data)
 
 
-def _warn_of_grace(writer: _Writer) -> None:
+def _warn_of_grace(writer):
     """Warn if one step and one save take longer than torchrun waits between SIGTERM and SIGKILL."""
     grace = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
     seconds = writer.step_seconds + writer.seconds
@@ -255,7 +255,7 @@ def _retire(final, keep):
     _remove_leftovers(final.parent)
 
 
-def _remove_leftovers(folder: Path) -> None:
+def _remove_leftovers(folder):
     """Remove temporary folders, also those of killed saves and removals. No save may be going on."""
     for path in folder.glob(".tmp_*"):
         shutil.rmtree(path, ignore_errors=True)
