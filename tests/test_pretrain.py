@@ -261,6 +261,17 @@ def test_another_length_of_rows_or_mixture_is_another_run(files, whole, tmp_path
             pretrain.main(pretrain.Config(**flags | change))
 
 
+def test_allow_new_data_continues_with_another_mixture(files, whole, tmp_path):
+    """A cooldown on better data, which is what wsd is for: it was refused even with the flag."""
+    a, b = (part.partition(":")[0] for part in files[0]["dataset"].split(","))
+    checkpoint = whole[1] / "checkpoints" / "step_00000002"
+    change = {"dataset": f"{b}:0.9,{a}:0.1", "allow_new_data": True, "resume": str(checkpoint)}
+    metrics, weights = trained(1, tmp_path / "cooldown", files[0], **change)
+    steps = [numbers["step"] for numbers in metrics if "loss" in numbers]
+    assert steps == [3, 4, 5, 6]
+    assert any((weights[name] != tensor).any() for name, tensor in whole[0][1].items())
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
