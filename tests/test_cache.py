@@ -274,6 +274,7 @@ def test_processes_that_are_killed_while_they_write_are_one_line_at_once(tmp_pat
         process.kill()
     assert process.returncode == 2
     assert err.startswith("error: a process that tokenizes is gone: if it said nothing itself")
+    assert "long .txt as rows" in err  # TinyStories as one file: 100 to 200 times its size
     assert err.count("\n") == 1
 
 

@@ -195,10 +195,20 @@ def test_what_is_about_a_folder_is_not_trained(write, tokenizer):
     os.makedirs("hub/data")
     for name in ("README.md", "license.txt", ".gitattributes", "data/train-00000-of-00001.jsonl"):
         write(f"hub/{name}", LINE)
-    assert refusal(read_rows, "hub").endswith("nor .gz of them (fix: 'hub/data/*')")
-    assert len(load_examples("hub/data/*", tokenizer, 64)) == 1
+    assert "(fix: 'hub/data', or" in refusal(read_rows, "hub")
+    assert len(load_examples("hub/data", tokenizer, 64)) == 1
     write("hub/train.jsonl", LINE)
     assert len(load_examples("hub", tokenizer, 64)) == 1
+
+
+def test_the_folder_that_is_named_for_an_empty_one_does_not_train_on_its_test_split(write):
+    """The fix was once 'hub/data/*', and a pattern takes the files of all splits."""
+    os.makedirs("hub/a/b")
+    for split in ("train", "test"):
+        write(f"hub/a/b/{split}-00000-of-00001.jsonl", LINE)
+    named = refusal(read_rows, "hub").split("(fix: '")[1].split("'")[0]
+    assert named == "hub/a/b"
+    assert "files to test with beside others" in refusal(read_rows, named)
 
 
 # --- rows -> examples

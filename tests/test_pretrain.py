@@ -261,6 +261,42 @@ def test_another_length_of_rows_or_mixture_is_another_run(files, whole, tmp_path
             pretrain.main(pretrain.Config(**flags | change))
 
 
+def test_allow_new_data_continues_with_another_mixture(files, whole, tmp_path):
+    """A cooldown on better data, which is what wsd is for: it was refused even with the flag."""
+    a, b = (part.partition(":")[0] for part in files[0]["dataset"].split(","))
+    checkpoint = whole[1] / "checkpoints" / "step_00000002"
+    change = {"dataset": f"{b}:0.9,{a}:0.1", "allow_new_data": True, "resume": str(checkpoint)}
+    metrics, weights = trained(1, tmp_path / "cooldown", files[0], **change)
+    steps = [numbers["step"] for numbers in metrics if "loss" in numbers]
+    assert steps == [3, 4, 5, 6]
+    assert any((weights[name] != tensor).any() for name, tensor in whole[0][1].items())
+
+
+def test_ends_of_documents_that_are_not_where_they_should_be_are_warned_of(files, tmp_path, capsys):
+    """One's own new tokenizer often has no end-of-text token, and rows of one length hold many documents."""
+    end = tiny_tokenizer().eos_token_id
+    flags = RUN | files[1] | {"init": "random", "steps": 1, "eval_share": 0.0, "save_model": False}
+
+    def said(name, rows, **more):
+        lines = [json.dumps(row) for row in rows]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        flags["dataset"] = str(tmp_path / f"{name}.jsonl")
+        pretrain.main(pretrain.Config(**flags | more, output_dir=str(tmp_path / name)))
+        return capsys.readouterr().out
+
+    ids = [[9, 8, end, 7, 6] * 6, [9, 8, 7, end]] * 9
+    assert "ids.jsonl: 54 end-of-text tokens are inside rows" in said(
+        "ids", [{"input_ids": row} for row in ids]
+    )
+    assert "warning" not in said("ends", [{"input_ids": [9, 8, 7, end]}] * 99)
+    assert "warning" not in said("texts", [{"text": "one two three"}] * 99)
+    without = tiny_tokenizer()
+    without.eos_token = None
+    without.save_pretrained(tmp_path / "tokenizer")
+    more = {"tokenizer": str(tmp_path / "tokenizer")}
+    assert "no end-of-text token" in said("none", [{"text": "one two three"}] * 99, **more)
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

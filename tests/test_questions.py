@@ -186,6 +186,7 @@ def test_columns_are_renamed_in_any_kind_of_file_and_max_rows_is_of_each_source(
 
 FAULTS = {
     "nothing asked": ({"question": "?"}, "no prompt to answer; a row is .*--columns prompt=THEIRS"),
+    "a text": ({"text": "a page"}, "texts: eval.py --task perplexity"),
     "two prompts": ({"prompt": "a", "messages": [user("b")]}, "no prompt to answer"),
     "an answer alone": ({"messages": [answer("x")]}, "no turn to answer"),
     "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\].content: missing"),

@@ -124,7 +124,7 @@ def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
         except (EOFError, OSError):
             raise ConfigError(
                 "a process that tokenizes is gone: if it said nothing itself, it was killed, most likely"
-                " because memory ran out (fix: more host memory, or taskset to fewer cores)"
+                " for lack of memory (fix: more; fewer cores: taskset; long .txt as rows: recipes/README.md)"
             ) from None
         idle.append(pipe)
         if isinstance(part, ConfigError):

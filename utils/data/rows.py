@@ -106,11 +106,16 @@ def files_of(name: str) -> list[Path] | None:
     else:
         return None
     kinds = sorted({kind_of(p) for p in files})
-    nested = path.glob("*/*") if not files else ()
-    fixes = [f" (fix: '{p.parent}/*')" for p in nested if kind_of(p) in KINDS]
+    nested = path.glob("*/**/*") if not files else ()
+    # The folder, not a pattern of its files: a pattern would also take those of a test split.
+    fixes = [
+        f" (fix: '{p.parent}', or of several folders a pattern, '{path}/**/*{kind_of(p)}*')"
+        for p in nested
+        if kind_of(p) in KINDS
+    ]
     check(
         files and {*kinds} <= {*KINDS},
-        f"{name}: no {', '.join(KINDS)} files found, nor .gz of them"
+        f"{name}: no {', '.join(KINDS)} files found, nor .gz of them; others: recipes/README.md"
         f"{min(fixes, default=' (fix: a file or folder, or OWNER/NAME of the hub)')}",
     )
     check(
