@@ -18,7 +18,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple
@@ -31,7 +31,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 
 from utils.data.batches import Batch, collate
-from utils.data.examples import Example, FormName, Rows, load_examples
+from utils.data.examples import Example, Examples, FormName, Rows, load_examples
 from utils.data.pairs import sequences
 from utils.data.prompts import is_plain
 from utils.data.questions import choices_of, harness_of, load_questions, scored, windows
@@ -71,8 +71,6 @@ SETTINGS_OF = {  # task -> its settings, without those that all tasks have
     "pairs": "dataset columns format too_long",
     "lm_eval": "tasks include_path num_fewshot apply_chat_template max_new_tokens",
 }
-# the end of a prompt and the beginning of a choice that read as one word
-ONE_WORD = re.compile(r"[\w.,:;?!]\w", re.ASCII)
 # Settings that do not change the answers, or whose contents count, not their names: see facts_of.
 NOT_IN_FACTS = "model adapter checkpoint dataset batch_size force output_dir".split()
 
@@ -118,13 +116,10 @@ class Config:
     def __post_init__(self):
         convert_settings(self, seq_len=0, num_fewshot=-1)
         effective = SETTINGS_OF[self.task].split()
-        of_some_tasks = " ".join(SETTINGS_OF.values()).split()
-        for field in fields(self):
-            name = field.name
-            is_given = getattr(self, name) != field.default
+        for name in " ".join(SETTINGS_OF.values()).split():
             fix = "--task lm_eval" if name == "tasks" else "leave it out"
             check(
-                not is_given or name in effective or name not in of_some_tasks,
+                name in effective or vars(self)[name] == vars(Config)[name],
                 f"--{name} has no effect on --task {self.task} (fix: {fix})",
             )
         if "max_new_tokens" in effective and not self.max_new_tokens:
@@ -139,10 +134,6 @@ class Config:
         check(
             self.tasks or self.task != "lm_eval",
             "--task lm_eval: which ones? (fix: --tasks hellaswag,gsm8k)",
-        )
-        check(
-            self.model or self.adapter or self.checkpoint or (TINY / "config.json").exists(),
-            "no --model given (fix: --model FOLDER)",
         )
 
 
@@ -189,9 +180,10 @@ def main(cfg: Config) -> Path:
             task="rows",
         )
         task = TASKS[cfg.task](cfg, rows, tokenizer)
-        print0(f"data      {len(task.groups):,} items{task.remarks}")
-        for line in task.sources:
-            print0(f"form      {line}")
+        if task.rows:
+            print0(f"data      {len(task.groups):,} items{task.rows.remarks()}")
+            for line in task.rows.sources():
+                print0(f"form      {line}")
     with together(world), disk_errors(out):
         facts = facts_of(cfg, trained, task.data, dtype, seq_len)
         finished = world.rank == 0 and finished_before(out, facts)
@@ -263,9 +255,8 @@ class Task(NamedTuple):
 
     data: str  # a fingerprint of the items
     groups: list  # the sequences of each item
-    remarks: str  # on its rows
-    sources: list[str]  # the form of the rows of each source
     results: Callable[[Asker], dict]
+    rows: Examples | None = None  # None: lm_eval has its own
 
 
 def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -302,9 +293,7 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
         }
 
     data = with_files(questions.fingerprint, [reward.file for reward in rewards])
-    return Task(
-        data, [[prompt] for prompt in prompts], questions.remarks(), questions.sources(), results
-    )
+    return Task(data, [[prompt] for prompt in prompts], results, questions)
 
 
 def with_files(data: str, files: Iterable) -> str:
@@ -358,23 +347,20 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
             found["nats_per_token_stderr"] = math.sqrt(variance * count) / tokens
         return found
 
-    return Task(documents.fingerprint, groups, documents.remarks(), documents.sources(), results)
+    return Task(documents.fingerprint, groups, results, documents)
 
 
 def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     """Multiple choice: the text with the highest log-likelihood after a prompt; acc_norm: per byte."""
     questions = load_questions(rows, tokenizer)
     groups, texts, right = zip(*choices_of(questions, tokenizer, rows), strict=True)
-    joined = [
-        question.content[-20:] + of_one[0][:20]
-        for question, of_one in zip(questions, texts, strict=True)
-        if is_plain(question.content, tokenizer, rows)
-        and ONE_WORD.match(question.content[-1:] + of_one[0])
-    ]
-    if joined:
+    prompt, (choice, *_) = questions[0].content, texts[0]
+    # The end of a prompt and the begin of a choice that read as one word.
+    one_word = r"[\w.,:;?!]\w"
+    if is_plain(prompt, tokenizer, rows) and re.match(one_word, prompt[-1:] + choice, re.ASCII):
         print0(
-            f"warning: no space between {len(joined):,} prompts and their choices, as in {joined[0]!r}"
-            ' (fix: choices that begin with a space, or prompts that end with "\\n")'
+            f"warning: no space between a prompt and its choices: {prompt[-20:] + choice[:20]!r} (fix:"
+            ' choices that begin with a space, or prompts that end with "\\n")'
         )
 
     def judge(i: int, scores: list) -> dict:
@@ -395,7 +381,7 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     def results(asker: Asker) -> dict:
         return means(asker.score(groups, judge), ["acc", "acc_norm"])
 
-    return Task(questions.fingerprint, groups, questions.remarks(), questions.sources(), results)
+    return Task(questions.fingerprint, groups, results, questions)
 
 
 def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -417,7 +403,7 @@ def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
     def results(asker: Asker) -> dict:
         return means(asker.score(groups, judge), ["accuracy", "accuracy_by_mean"])
 
-    return Task(examples.fingerprint, groups, examples.remarks(), examples.sources(), results)
+    return Task(examples.fingerprint, groups, results, examples)
 
 
 def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -464,7 +450,7 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
     if cfg.include_path:
         for suffix in "py yaml jsonl csv parquet".split():
             data = with_files(data, Path(cfg.include_path).rglob(f"*.{suffix}"))
-    return Task(data, [], ", lm_eval counts its own", [], results)
+    return Task(data, [], results)
 
 
 TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pairs, lm_eval)}

@@ -317,7 +317,12 @@ def main(cfg: Config) -> Path:
     check_space(out, disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_data(cfg.dataset, loader.summary(), examples, held_out)
-    warn_of_ends(examples, tokenizer.eos_token_id)
+    if tokenizer.eos_token_id is None:
+        print0(
+            "warning: the tokenizer has no end-of-text token: none is between documents, and the model will"
+            " not end a text (fix: PreTrainedTokenizerFast(tokenizer_file='tokenizer.json',"
+            " eos_token='<|endoftext|>').save_pretrained(DIR))"
+        )
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
         f"batch     {global_batch} = {cfg.batch_size} rows x {world.size} ranks x {micro_batches}"
@@ -555,29 +560,6 @@ def evaluate(model, loader, world) -> dict[str, float]:
     """The held-out loss in nats per token, and in bits per byte of text. All ranks call it."""
     loss = eval_loss(model, loader, world)
     return {"eval_loss": loss, "eval_bits_per_byte": loss * loader.bits_per_byte()}
-
-
-def warn_of_ends(examples, eos: int | None) -> None:
-    """Warn if there is no end-of-text token, or if rows of ids hold several documents, as rows of one length
-    that another program has cut do. eos: the id of the end-of-text token.
-    """
-    if eos is None:
-        print0(
-            "warning: the tokenizer has no end-of-text token: none is between documents, and the model will"
-            " not end a text (fix: PreTrainedTokenizerFast(tokenizer_file='tokenizer.json',"
-            " eos_token='<|endoftext|>').save_pretrained(DIR))"
-        )
-        return
-    for origin in examples.origins:
-        if [*origin.forms] == ["tokens"]:
-            ids = examples.ids[examples.bounds[origin.first] : examples.bounds[origin.last]]
-            ends = sum(int((part == eos).sum()) for part in ids.split(2**24))
-            inside = ends - (origin.last - origin.first)  # each document has one at its end
-            if inside:
-                print0(
-                    f"warning: {origin.name}: {inside:,} end-of-text tokens are inside rows; a row counts as"
-                    " one document, and ends with one more (fix: a row for each document)"
-                )
 
 
 def settle_special_tokens(config, tokenizer) -> dict[str, int | None]:

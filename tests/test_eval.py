@@ -671,7 +671,7 @@ def test_words_of_a_prompt_and_a_choice_that_run_together_are_a_warning(
     flags |= {"task": "choices", "format": "completion", "max_rows": 1}
     evaluated(tmp_path / "plain", **flags)
     said = capsys.readouterr().out
-    assert ("warning: no space between 1 prompts" in said) == bool(joined)
+    assert ("warning: no space between a prompt" in said) == bool(joined)
     assert joined in said
     evaluated(tmp_path / "chat", **flags | {"format": "auto"})
     assert "warning: no space" not in capsys.readouterr().out
