@@ -135,6 +135,10 @@ class Config:
             self.tasks or self.task != "lm_eval",
             "--task lm_eval: which ones? (fix: --tasks hellaswag,gsm8k)",
         )
+        check(
+            self.model or self.adapter or self.checkpoint or (TINY / "config.json").exists(),
+            "no --model given (fix: --model FOLDER)",
+        )
 
 
 @releases_output

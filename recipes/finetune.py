@@ -281,7 +281,7 @@ def main(cfg: Config) -> Path:
         "param_dtype": cfg.param_dtype,
         "packing": cfg.packing and cfg.seq_len,
         "optimizer": cfg.optimizer.removeprefix("paged_"),
-        **lora.flags(),
+        **lora.facts(),
         **run_facts(source.config, source.weights, examples.fingerprint),
     }
     agree(world, facts, "files")
@@ -331,10 +331,10 @@ def main(cfg: Config) -> Path:
         model = build_model(source.config, param_dtype, attn, trust, read_from=source.folder)
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
-        from utils.model.attention import fuse_norms, repeat_grouped_keys
+        from utils.model.attention import repeat_grouped_keys, use_gpu_kernels
         from utils.train.profiling import flops_per_token, mfu
 
-        fuse_norms(model)
+        use_gpu_kernels(model)
         if setting.repeats_keys:
             repeat_grouped_keys()
         token_mfu = mfu(flops_per_token(model, length, frozen=bool(lora)), world)

@@ -337,10 +337,10 @@ def main(cfg: Config) -> Path:
         model = build_model(source.config, param_dtype, attn, trust, read_from=source.folder)
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
-        from utils.model.attention import fuse_norms, repeat_grouped_keys
+        from utils.model.attention import repeat_grouped_keys, use_gpu_kernels
         from utils.train.profiling import flops_per_token, mfu
 
-        fuse_norms(model)
+        use_gpu_kernels(model)
         if setting.repeats_keys:
             repeat_grouped_keys()
         token_mfu = mfu(flops_per_token(model, cfg.seq_len), world)

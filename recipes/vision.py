@@ -314,7 +314,7 @@ def main(cfg: Config) -> Path:
         "param_dtype": cfg.param_dtype,
         "train": cfg.train,
         "optimizer": cfg.optimizer.removeprefix("paged_"),
-        **lora.flags(),
+        **lora.facts(),
         **run_facts(source.config, source.weights, examples.fingerprint),
     }
     agree(world, facts, "files")
@@ -360,9 +360,9 @@ def main(cfg: Config) -> Path:
     if not cfg.low_cpu_fsdp:
         model = build_model(source.config, param_dtype, attn, trust, source.folder, kind="pictures")
     if world.gpu_name:
-        from utils.model.attention import fuse_norms, repeat_grouped_keys
+        from utils.model.attention import repeat_grouped_keys, use_gpu_kernels
 
-        fuse_norms(model)
+        use_gpu_kernels(model)
         if setting.repeats_keys:
             repeat_grouped_keys()
     adapted_names = None  # name in the base -> names in the model with adapters

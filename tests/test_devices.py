@@ -20,7 +20,7 @@ from ranks import run_ranks
 from tiny import tiny_model
 from transformers.integrations import sdpa_attention
 
-from utils.model.attention import fuse_norms, repeat_grouped_keys
+from utils.model.attention import repeat_grouped_keys, use_gpu_kernels
 from utils.model.sharding import lacks_grouped_kernels
 from utils.run import distributed
 from utils.run.distributed import (
@@ -94,7 +94,7 @@ def test_fused_norms_are_bit_for_bit_those_of_transformers_in_fp32(kind, fused):
     """Norms with another formula keep their code."""
     model = tiny_model(kind)
     own = logits_and_gradients(model)
-    fuse_norms(model)
+    use_gpu_kernels(model)
     assert sum("forward" in vars(module) for module in model.modules()) == fused
     assert all(map(torch.equal, logits_and_gradients(model), own))
 
@@ -103,7 +103,7 @@ def test_a_norm_that_is_kept_in_fp32_has_an_fp32_result_as_with_transformers():
     model = tiny_model("llama")
     norm, hidden = model.model.norm, torch.randn(3, model.config.hidden_size).bfloat16()
     own = norm(hidden)
-    fuse_norms(model)
+    use_gpu_kernels(model)
     assert own.dtype == torch.float32
     assert torch.equal(norm(hidden), own)
 

@@ -677,6 +677,12 @@ def test_words_of_a_prompt_and_a_choice_that_run_together_are_a_warning(
     assert "warning: no space" not in capsys.readouterr().out
 
 
+def test_a_copy_without_the_tiny_model_asks_for_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "TINY", tmp_path)
+    with pytest.raises(ConfigError, match=r"no --model given \(fix: --model FOLDER\)"):
+        recipe.Config(dataset="rows.jsonl")
+
+
 BAD = {
     "no choices": ({"prompt": "a", "answer": 0}, r"rows.jsonl:1: choices: expected a list"),
     "numbers": (

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from utils.data.batches import Batch, GlobalBatches
 from utils.data.examples import Rows, load_data
 from utils.data.tokens import load_tokenizer
-from utils.model.attention import attend_documents, fuse_norms
+from utils.model.attention import attend_documents, use_gpu_kernels
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.log_probs import token_log_probs
@@ -214,7 +214,7 @@ def test_a_fused_norm_keeps_only_its_input_and_rounds_as_little_as_transformers(
     own = LlamaRMSNorm(256).to(DEVICE, dtype)
     own.weight.data.uniform_(0.5, 2.0)
     fused, exact = copy.deepcopy(own), copy.deepcopy(own).to("cpu", torch.float64)
-    fuse_norms(fused)
+    use_gpu_kernels(fused)
     hidden = torch.randn(3, 50, 256).to(DEVICE, dtype)
     errors, kept = {}, {}
     wanted = exact_norm(exact, hidden.cpu().double().requires_grad_())

@@ -38,7 +38,7 @@ ONE_B = ("llama-3.2-1b", 2048, "fp32")
 @pytest.fixture
 def own_norms(monkeypatch):
     """Norms are not fused, as in families with another formula."""
-    monkeypatch.setattr(attention, "fuse_norms", lambda model: None)
+    monkeypatch.setattr(attention, "use_gpu_kernels", lambda model: None)
     forget()
     yield
     forget()

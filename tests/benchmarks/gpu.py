@@ -131,7 +131,7 @@ def _ours(
     from shards import shard_training
     from tiny import build_optimizer
 
-    from utils.model.attention import compile_layers, fuse_norms
+    from utils.model.attention import compile_layers, use_gpu_kernels
     from utils.model.loading import build_model, load_pieces
     from utils.model.loss import add_chunked_loss
     from utils.model.sharding import clip_gradients, recompute_activations
@@ -154,7 +154,7 @@ def _ours(
             quantize_linears(model, Quant(kind), torch.bfloat16)
         freeze_base(model, Quant(), torch.bfloat16)
     if device.type == "cuda":
-        fuse_norms(model)
+        use_gpu_kernels(model)
     add_chunked_loss(model)
     recompute = "full" if offload else name
     if recompute in ("selective", "full"):

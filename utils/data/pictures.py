@@ -96,11 +96,13 @@ def load_processor(folder: Path | str, tokenizer):
         class Processor(kind):
             compared = False  # see compare_once
 
+            def check_argument_for_proper_class(self, name, value):
+                if name in parts:  # NoVideos is of no class that it knows
+                    super().check_argument_for_proper_class(name, value)
+
             def _has_wrappers(*_):
                 # HunYuan-VL's processor wants tokens around each placeholder, and `process` writes none.
                 return True
-
-            check_argument_for_proper_class = _has_wrappers  # refuses NoVideos, else
 
         parts = {"tokenizer": tokenizer, "image_processor": images}
         processor = Processor.from_args_and_dict(

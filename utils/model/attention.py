@@ -39,14 +39,13 @@ _code_of = attrgetter(  # class -> the code of its forward, without its name and
 LONGEST = 1024  # most tokens of a document in check_packing, for speed, even if a block is longer
 
 
-def fuse_norms(model: nn.Module) -> None:
+def use_gpu_kernels(model: nn.Module) -> None:
     """Compute norms that have the code of LlamaRMSNorm, as two of three in transformers, with torch's kernel.
-
-    For the backward it keeps its input and one number per token. transformers' code keeps the input in fp32,
-    and if the weight trains also what the weight scales. In 16 bit it rounds once, not twice.
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.rms_norm.html
-
     Rank 0 lets transformers say which package would make linear attention fast, if it is not installed.
+
+    For the backward the kernel keeps its input and one number per token. transformers' code keeps the input
+    in fp32, and if the weight trains also what the weight scales. In 16 bit it rounds once, not twice.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.rms_norm.html
     """
     if not rank():
         logging.getLogger("transformers.integrations.hub_kernels").setLevel("WARNING")

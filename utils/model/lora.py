@@ -371,7 +371,7 @@ def inject(model: nn.Module, config: LoraConfig, where: str) -> None:
     )
 
 
-def _target_modules(model: nn.Module, targets: str) -> list[str]:
+def _target_modules(model, targets):
     """Names of the layers that get adapters."""
     kinds = nn.Linear | Conv1D | nn.Embedding
     layers = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
@@ -397,7 +397,7 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
     return sorted(wanted)
 
 
-def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
+def _all_linear(model, names):
     """The linear layers among `names` in the part that reads text, except the head, routers, and layers that
     peft takes for fused experts.
     """

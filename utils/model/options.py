@@ -33,8 +33,8 @@ class Lora:
     def __bool__(self) -> bool:
         return bool(self.lora_rank or self.adapter)
 
-    def flags(self) -> dict[str, object]:
-        """The options of fresh adapters, by flag; for the folder to continue its settings: facts."""
+    def facts(self) -> dict[str, object]:
+        """What determines the adapters: the options by flag, and the settings of the folder to continue."""
         settings = self.adapter and read_json(Path(self.adapter, "adapter_config.json"))
         return vars(self) | {"adapter": settings}
 

@@ -145,9 +145,9 @@ def _planned_model(setting):
         kind=setting.kind,
     )
     if setting.gpu:
-        from ..model.attention import fuse_norms
+        from ..model.attention import use_gpu_kernels
 
-        fuse_norms(model)
+        use_gpu_kernels(model)
     if setting.train:
         from ..model.kinds import freeze_parts, parse_parts
 

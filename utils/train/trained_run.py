@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
-from ..model.attention import fuse_norms
+from ..model.attention import use_gpu_kernels
 from ..model.folder import Source, find_model, open_model, read_header, run_facts, tokenizer_of
 from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
@@ -126,7 +126,7 @@ def open_trained(
                 del rules[name]
             source = replace(source, weights=weights)
         pieces = plan_pieces(built, source.weights, source.folder)
-        trained = {name: run[name] for name in Lora().flags() if name in run}
+        trained = {name: run[name] for name in Lora().facts() if name in run}
         lora = Lora(**trained | {"adapter": adapter})
         if lora and not merge:
             from ..model.lora import add_adapters
@@ -150,7 +150,7 @@ def open_trained(
             check_tensors(
                 path, checkpoint_tensors(built), "the --model it was trained from", dtypes=False
             )
-            facts = lora.flags() | run_facts(source.config, source.weights, "")
+            facts = lora.facts() | run_facts(source.config, source.weights, "")
             if changed := differences(facts | state, facts, ["data"]):
                 print0(
                     f"warning: {base} is not what the run was trained from, then -> now: {changed}"
@@ -217,7 +217,7 @@ def frozen_copy(
         shard_model(model, mesh, dtype, cpu_offload)
     load_pieces(model, pieces, device, cpu_offload)
     if device.type == "cuda":
-        fuse_norms(model)
+        use_gpu_kernels(model)
     if hasattr(model, "score"):
         add_scores(model, model.config.get_text_config().pad_token_id)
     else:
@@ -232,7 +232,7 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
     model = trained.model
     pieces = trained.pieces
     if world.gpu_name:
-        fuse_norms(model)
+        use_gpu_kernels(model)
     if trained.checkpoint and not trained.adapter:  # the checkpoint has the trained parameters
         state = model.state_dict(keep_vars=True)
         pieces = [piece for piece in pieces if not state[piece.param].requires_grad]
