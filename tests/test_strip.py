@@ -31,7 +31,7 @@ WITHOUT_ADAPTERS = [
     (RECIPE, r"^        check_adapter_flags\(.*\n", ""),
     (RECIPE, r"^            lora=.*\n            quant=.*\n", ""),
     (RECIPE, r"^    lora = .*\n    quant = .*\n", ""),
-    (RECIPE, r"^        \*\*lora.flags\(\),\n", ""),
+    (RECIPE, r"^        \*\*lora.facts\(\),\n", ""),
     (RECIPE, "0 if lora else ", ""),
     (RECIPE, ", frozen=bool(lora)", ""),
     (RECIPE, r"^    adapted_names = None(?s:.*?)(?=^    add_chunked_loss)", ""),
