@@ -385,7 +385,7 @@ def about_completions(cfg: Config, asked: Setting, room: Room) -> str:
     try:
         _, plan = plan_rollout(
             asked,
-            MemoryPlan("", {}, {"acts": {"train": 0}}),
+            MemoryPlan("", {}, {"acts": {"train": 0}}, 0),
             room,
             min(cfg.generate_batch_size, cfg.completions),
             cfg.seq_len - cfg.max_new_tokens,

@@ -270,6 +270,22 @@ def test_ctrl_c_is_one_line_and_exit_code_130():
     assert (process.returncode, err) == (130, "error: stopped by SIGINT in act 'train'\n")
 
 
+def test_a_signal_whose_exception_is_lost_ends_the_run_at_the_next_act(run_forked):
+    """Python swallows what the callback of a weak reference raises, as in the trace of the act plan."""
+    lost = """import signal, weakref
+stop_at_once()
+act('plan')
+value = {1}
+weakref.finalize(value, signal.raise_signal, signal.SIGTERM)
+del value
+print('goes on', flush=True)
+act('load')
+print('never')"""
+    code, out, err = run_forked(lost)
+    assert (code, out) == (143, "--- plan\ngoes on\n")
+    assert err.endswith("error: stopped by SIGTERM in act 'plan'\n")
+
+
 def test_a_recipe_runs_with_the_stdout_of_a_notebook():
     """`%run recipes/finetune.py` there: a stream of Python's own class, without an encoding to change."""
     with redirect_stdout(io.StringIO()) as out, report_errors():

@@ -90,11 +90,10 @@ def render_chats(
     rendered = render_marked(tokenizer, messages, tools)
     text, _ = rendered
     if train_on == "all":
-        chats = [Chat(text, [(0, len(text), False)])]
-    else:
-        turns = [turn_of(tokenizer, messages, i, tools, marked, notes, rendered) for i in trained]
-        chats = divided(text, turns)
-        notes[SEVERAL] += len(chats) > 1
+        return [Chat(text, [(0, len(text), False)])]
+    turns = [turn_of(tokenizer, messages, i, tools, marked, notes, rendered) for i in trained]
+    chats = divided(text, turns)
+    notes[SEVERAL] += len(chats) > 1
     return chats
 
 
@@ -318,7 +317,7 @@ def stands_alone(tokenizer, text: str, first: int, tokens: Encoded) -> bool:
         i -= 1
     i = max(i - 1, 0)
     before = text[tokens.starts[i] if i else 0 : first]
-    return not before or _ids(tokenizer, before) == tokens.ids[i:begin]
+    return _ids(tokenizer, before) == tokens.ids[i:begin]
 
 
 @lru_cache(maxsize=4096)

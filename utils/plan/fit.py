@@ -58,7 +58,7 @@ class MemoryPlan:
     text: str
     chosen: dict[str, object]
     planned: dict[str, object]
-    base: int = 0
+    base: int
 
     def finish(self, out: Path, world: World, **facts: object) -> None:
         """Print the measured peaks of the fullest rank beside the planned ones, and write both and `facts` to

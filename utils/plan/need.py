@@ -333,8 +333,7 @@ class Replay:
             return
         self.fetch(unit)
         self.add("gathered", unit.gathered)
-        if forward:
-            self.drop_buffer()
+        self.drop_buffer()
         self.unfreed_bytes += self.fetched.pop(unit)
         if self.alone or not forward:
             self.drop_buffer()

@@ -25,6 +25,7 @@ class Story:
     """The current act and the planned memory, for the messages that say how a run ended."""
 
     act: str = "parse"
+    stopped: int = 0  # the number of a signal that ends the run
     planned: str = ""  # the planned memory, as part of a message
     # finds flags that need less memory; called only if memory runs out
     less_memory: Callable = lambda: "fewer ranks, or more memory"
@@ -70,8 +71,11 @@ def check(condition: object, message: str | list[str]) -> None:
 
 def act(name: str) -> None:
     """Announce the next act of the recipe, so that a log shows where a run hung or crashed. The peak memory
-    of the act before it is recorded.
+    of the act before it is recorded. A signal whose KeyboardInterrupt was lost, in a callback of a weak
+    reference, ends the run here.
     """
+    if story.stopped:
+        raise KeyboardInterrupt
     note_peak(story.act)
     story.act = name
     print0(f"--- {name}")

@@ -29,6 +29,7 @@ def stop_at_once() -> None:
 
     A thread receives the signals too: while the main thread waits for other ranks, Python runs no handler.
     """
+    story.stopped = 0  # of an earlier run in a notebook
     for number in CAUGHT:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _raise)
@@ -62,11 +63,10 @@ def stop_asked(group=None) -> str:
 
     number = torch.tensor(max(_received, default=0))
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group)
-    if not number:
-        return ""
-    number = int(number)
-    _received.append(number)
-    return signal.Signals(number).name
+    if number := int(number):
+        _received.append(number)
+        return signal.Signals(number).name
+    return ""
 
 
 def _watch(reader):
@@ -123,7 +123,8 @@ def _raise(number, _):
     for caught in CAUGHT:
         signal.signal(caught, signal.SIG_IGN)
     signal.signal(signal.SIGINT, lambda *_: None)
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    story.stopped = number
+    raise KeyboardInterrupt
 
 
 @contextmanager
@@ -144,14 +145,14 @@ def report_errors() -> Iterator[None]:
 
             explain(error)  # returns if it has no explanation
             raise
-    except KeyboardInterrupt as error:  # from _raise, with the signal's name, at any time
-        name = str(error) or "SIGINT"
-        if name == "SIGTERM" and not _received:  # torchrun sends it when a rank has ended
+    except KeyboardInterrupt:  # from _raise, at any time
+        caught = signal.Signals(story.stopped or signal.SIGINT)
+        if caught == signal.SIGTERM and not _received:  # torchrun sends it when a rank has ended
             from .failures import say_who_is_gone
 
             say_who_is_gone()
-        print_once(f"stopped by {name} in act '{story.act}'", agreed=True)
-        sys.exit(128 + getattr(signal, name))
+        print_once(f"stopped by {caught.name} in act '{story.act}'", agreed=True)
+        sys.exit(128 + caught)
     finally:
         if sys.exc_info()[0]:
             from .failures import abort_nccl
