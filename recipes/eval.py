@@ -167,10 +167,6 @@ def main(cfg: Config) -> Path:
             load_processor(trained.source.folder, tokenizer)
         check_vocab(tokenizer, len(model.get_input_embeddings().weight))
         seq_len = settle_seq_len(cfg, model)
-        if cfg.adapter:
-            from utils.model.lora import load_adapter
-
-            load_adapter(model, Path(cfg.adapter))  # on meta this only checks names and shapes
     out = claim_output(cfg.output_dir, Path(__file__).stem, world)
 
     # --- data: every row is read, checked and tokenized -------------------------------------------
@@ -269,11 +265,10 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
     questions = load_questions(rows, tokenizer)
     rewards = parse_rewards(cfg.match, "--match")
     check_columns(rewards, questions)
-    asked = list(questions)
-    prompts = [scored(question.ids, len(question.ids)) for question in asked]
+    prompts = [scored(question.ids, len(question.ids)) for question in questions]
 
     def judge(i: int, ids: list[int]) -> dict:
-        question = asked[i]
+        question = questions[i]
         text = tokenizer.decode(ids, skip_special_tokens=True)
         answer = without_thoughts(text)
         if not is_plain(question.content, tokenizer, rows):  # code that goes on has its indentation
@@ -324,7 +319,7 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
             places.append({"where": documents.where[number], "document": number, "begin": begin})
 
     def judge(i: int, scores: list) -> dict:
-        ((log_prob, tokens, _),) = scores
+        log_prob, tokens, _ = scores[0]  # of its only sequence
         return places[i] | {"tokens": tokens, "nats": -log_prob}
 
     def results(asker: Asker) -> dict:
@@ -347,8 +342,7 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
             "bytes": size_bytes,
         }
         if count > 1:
-            variance = math.fsum(residual**2 for residual in residuals) / (count - 1)
-            found["nats_per_token_stderr"] = math.sqrt(variance * count) / tokens
+            found["nats_per_token_stderr"] = stdev(residuals) * math.sqrt(count) / tokens
         return found
 
     return Task(documents.fingerprint, groups, results, documents)
@@ -358,10 +352,11 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     """Multiple choice: the text with the highest log-likelihood after a prompt; acc_norm: per byte."""
     questions = load_questions(rows, tokenizer)
     groups, texts, right = zip(*choices_of(questions, tokenizer, rows), strict=True)
-    prompt, (choice, *_) = questions[0].content, texts[0]
+    prompt = questions[0].content
+    choice = texts[0][0]
     # The end of a prompt and the begin of a choice that read as one word.
-    one_word = r"[\w.,:;?!]\w"
-    if is_plain(prompt, tokenizer, rows) and re.match(one_word, prompt[-1:] + choice, re.ASCII):
+    one_word = r"(?a)[\w.,:;?!]\w"
+    if is_plain(prompt, tokenizer, rows) and re.match(one_word, prompt[-1:] + choice):
         print0(
             f"warning: no space between a prompt and its choices: {prompt[-20:] + choice[:20]!r} (fix:"
             ' choices that begin with a space, or prompts that end with "\\n")'
@@ -382,10 +377,12 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
             "acc_norm": float(per_byte.index(max(per_byte)) == right[i]),
         }
 
-    def results(asker: Asker) -> dict:
-        return means(asker.score(groups, judge), ["acc", "acc_norm"])
-
-    return Task(questions.fingerprint, groups, results, questions)
+    return Task(
+        questions.fingerprint,
+        groups,
+        lambda asker: means(asker.score(groups, judge), ["acc", "acc_norm"]),
+        questions,
+    )
 
 
 def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -404,10 +401,12 @@ def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
             "accuracy_by_mean": float(chosen / chosen_tokens > rejected / rejected_tokens),
         }
 
-    def results(asker: Asker) -> dict:
-        return means(asker.score(groups, judge), ["accuracy", "accuracy_by_mean"])
-
-    return Task(examples.fingerprint, groups, results, examples)
+    return Task(
+        examples.fingerprint,
+        groups,
+        lambda asker: means(asker.score(groups, judge), ["accuracy", "accuracy_by_mean"]),
+        examples,
+    )
 
 
 def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -439,10 +438,8 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
                 log_samples=False,
                 bootstrap_iters=1000,
             )
-        if not found:  # only rank 0 has the results
-            return {}
         figures = {}
-        for task, values in found["results"].items():
+        for task, values in found["results"].items() if found else ():  # only rank 0 has results
             for name, value in values.items():
                 if isinstance(value, int | float):
                     # METRIC_stderr,FILTER becomes METRIC,FILTER_stderr: print_results looks for the end

@@ -189,10 +189,6 @@ def main(cfg: Config) -> None:
             encode_prompt(tokenizer, prompt, cfg.raw, cfg.max_new_tokens, positions, ids_of)
             for prompt in prompts
         ]
-        if cfg.adapter:
-            from utils.model.lora import load_adapter
-
-            load_adapter(model, Path(cfg.adapter))  # on meta this only checks names and shapes
     encoded, done = broadcast(world, (encoded, done))
     with together(world):
         plan_memory(cfg, model, DTYPES[dtype], encoded, world, pictures)
