@@ -20,7 +20,7 @@ from utils.data import cache
 from utils.data import examples as data
 from utils.data.chats import Chat
 from utils.data.encode import Rows
-from utils.data.formats import form_of
+from utils.data.formats import IGNORED, form_of
 from utils.data.pictures import (
     decoded,
     described,
@@ -212,6 +212,14 @@ def test_rows_that_mark_no_place_show_their_pictures_before_the_first_text_of_th
     assert read(trl, "chat")[0] == ["Look.", "||What?", "A picture."]
     trl = {"prompt": messages[:2], "completion": messages[2:], "images": ["a.png"]}
     assert read(trl, "completion")[0] == ["Look.", "|What?", "A picture."]
+
+
+def test_keys_of_a_picture_that_are_not_read_are_named():
+    """Qwen's own format: limits of one picture beside its source."""
+    part = {"type": "image", "image": "a.png", "max_pixels": 50176, "resized_height": 280}
+    notes = Counter()
+    read_pictured({"messages": [user(part), ANSWER]}, "chat", notes)
+    assert notes == {f"{IGNORED}'max_pixels'": 1, f"{IGNORED}'resized_height'": 1}
 
 
 def test_rows_without_pictures_may_name_the_elements_of_html():

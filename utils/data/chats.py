@@ -343,7 +343,7 @@ def encode_plain(tokenizer, messages: Messages, notes: Counter) -> Sequence:
         return check_ids(last["content"], len(tokenizer)), last["loss_mask"]
     texts = [message["content"] for message in messages]
     text = "".join(texts)
-    first = len(text) - len(texts[-1])
+    first = len(text) - len(last["content"])
     spans = [(first, len(text), False)] if last["weight"] else []
     safe = hidden(tokenizer, text)
     notes[SPELLED] += safe != text

@@ -153,8 +153,7 @@ def examine_keys(row: dict, form: str, notes: Counter) -> None:
     """Raise ValueError unless the row has exactly one text answer; the error names the key that shows it.
     Count keys that are ignored in `notes`.
     """
-    for key in row.keys() - COLUMNS:
-        notes[f"{IGNORED}{key[:40]!r}"] += 1
+    notes.update(f"{IGNORED}{key[:40]!r}" for key in row.keys() - COLUMNS)
     for key in sorted(key for key, value in row.items() if value not in (None, "", [], {})):
         if key in REFUSED:
             raise ValueError(f"{key}: {REFUSED[key]}")
@@ -322,8 +321,7 @@ def read_turn(turn: dict, role: str, text_key: str, path: str, notes: Counter) -
             raise ValueError(f"{path}{name}: expected 0 or 1, got {weight!r:.40}")
         if weight is not None and role == "assistant":
             message["weight"] = min(int(weight), message.get("weight", 1))
-    for name in turn.keys() - TURN_KEYS:
-        notes[f"{IGNORED}{name[:40]!r}"] += 1
+    notes.update(f"{IGNORED}{name[:40]!r}" for name in turn.keys() - TURN_KEYS)
     return message
 
 

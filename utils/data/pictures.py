@@ -33,7 +33,7 @@ from PIL import Image, ImageOps
 from ..run.errors import check, others_code, reason_of_others
 from ..run.units import seed_of
 from .chats import Chat, encode_chat, encode_plain, render_chats
-from .formats import REMEDY, keys_of, to_messages, typed
+from .formats import IGNORED, REMEDY, keys_of, to_messages, typed
 from .prompts import Prompt, prompt_of, turns_of
 from .tokens import ANSWERED, HIDDEN, PLACE, adds_bos, encode, in_parts, render
 
@@ -275,7 +275,7 @@ def picture_prompt(row, rows) -> Prompt:
     """
     data = row.data
     if isinstance(data.get("texts"), list):
-        data = data | alpaca_of([{"assistant": "to come"} | turn for turn in data["texts"]])
+        data = data | alpaca_of(data["texts"])
     messages, tools, _, sources, _ = turns_of(data, read_pictured)
     return Prompt(row.where, list(map(in_parts, messages)), tools, sized(sources, row.where, rows))
 
@@ -307,7 +307,7 @@ def read_pictured(row: dict, form: str, notes: Counter) -> tuple:
     sources = []  # one per part; None: the next one of `listed`
     for key in "messages conversations prompt completion".split():
         if isinstance(row.get(key), list):
-            row[key] = [without_parts(turn, sources) for turn in row[key]]
+            row[key] = [without_parts(turn, sources, notes) for turn in row[key]]
     messages, tools = to_messages(row, form, notes)
     if messages[0]["role"] in ("text", "tokens"):
         if listed:
@@ -346,9 +346,9 @@ def alpaca_of(texts: list) -> dict:
     return {"instruction": question, "output": answer, "history": history}
 
 
-def without_parts(turn: object, sources: list) -> object:
+def without_parts(turn: object, sources: list, notes: Counter) -> object:
     """The turn with PLACE instead of each part that is a picture. Appends the pictures' sources to `sources`;
-    None for a part without a source.
+    None for a part without a source. notes: counts keys that are ignored, such as Qwen's max_pixels.
     """
     key = keys_of(turn)[1] if isinstance(turn, dict) else ""
     if not key or not isinstance(turn.get(key), list):
@@ -357,6 +357,7 @@ def without_parts(turn: object, sources: list) -> object:
     for part in turn[key]:
         if isinstance(part, dict) and part.get("type") in PICTURE_TYPES:
             sources.append(next(filter(None, map(part.get, SOURCES)), None))
+            notes.update(f"{IGNORED}{name[:40]!r}" for name in part.keys() - {"type", *SOURCES})
             part = {"type": "text", "text": PLACE}
         parts.append(part)
     return turn | {key: parts}

@@ -325,8 +325,8 @@ class RolloutBatches(GlobalBatches):
     """rows_of(step): the prompts of each step. share(rollouts): micro-batches of their completions."""
 
     def costs(self, rows: list[Rollout]) -> Tensor:
-        """The tokens of each prompt with its completion, (n,) int64."""
-        return torch.tensor([len(r.prompt) + len(r.ids) for r in rows], dtype=torch.int64)
+        """The tokens of each prompt with its completion, (n,)."""
+        return torch.tensor([len(r.prompt) + len(r.ids) for r in rows])
 
     def batch(self, rows: list[Rollout]) -> RolloutBatch:
         filler = Rollout([self.pad_id], [], [], 0.0, 0.0, "filler")

@@ -122,8 +122,8 @@ class StreamBatches(PackedBatches):
         return range(first, min(last, self.rows()) if self.held_out else last)
 
     def costs(self, rows: range) -> Tensor:
-        """All rows cost the same, (n,) int64."""
-        return torch.ones(len(rows), dtype=torch.int64)
+        """All rows cost the same, (n,)."""
+        return torch.ones(len(rows))
 
     def items(self, rows: list[int]) -> list[Example]:
         """The documents, whole or in part, in these rows. Without document_mask: each row as one text."""
@@ -152,7 +152,7 @@ class StreamBatches(PackedBatches):
     @property
     def lengths(self) -> Tensor:
         """(1,) int64: tokens of the longest text in a row. Positions begin at 0 in each text."""
-        longest = int(self.examples.lengths.max()) if self.document_mask else self.size
+        longest = self.examples.lengths.max() if self.document_mask else self.size
         return torch.tensor([min(longest, self.size)])
 
     def __getitem__(self, _: int) -> Example:
