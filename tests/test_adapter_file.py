@@ -260,6 +260,24 @@ def use(recipe, base, folder, root):
         export.main(export.Config(output_dir=out, **flags))
 
 
+def test_an_adapter_of_mlx_is_refused_with_its_own_command_since_peft_cannot_merge_it(
+    base, tmp_path
+):
+    tensors = {"model.layers.0.self_attn.q_proj.lora_a": torch.zeros(64, 4)}
+    save_file(tensors, tmp_path / "adapters.safetensors")
+    settings = {
+        "fine_tune_type": "lora",
+        "lora_parameters": {"rank": 4, "dropout": 0.0, "scale": 20.0},
+        "num_layers": 16,
+    }
+    (tmp_path / SETTINGS).write_text(json.dumps(settings))
+    with pytest.raises(KeyError):
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
+    for recipe in ("finetune", "generate", "export"):
+        with pytest.raises(ConfigError, match=r"lora_parameters .*mlx_lm.fuse; --model NEW\)$"):
+            use(recipe, base, tmp_path, tmp_path)
+
+
 @pytest.mark.parametrize("recipe", ["finetune", "generate", "export"])
 def test_every_recipe_says_one_line_of_an_adapter_that_does_not_work(
     base, adapter, tmp_path, recipe

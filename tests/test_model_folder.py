@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import save_file
 from tiny import tiny_config, tiny_model, tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -303,6 +305,23 @@ def test_the_advice_for_bin_files_works_as_printed(tmp_path):
     eval(advice.replace('"NEW"', repr(converted)), {"AutoModelForCausalLM": AutoModelForCausalLM})
     check_model_config(Path(converted), False)
     assert set(open_weights(Path(converted))) == set(model.state_dict())
+
+
+def test_the_shards_that_accelerate_saves_are_merged_as_the_readme_says(tmp_path):
+    readme = Path(__file__).resolve().parent.parent / "recipes" / "README.md"
+    assert "`accelerate merge-weights DIR/pytorch_model_fsdp_0 NEW`" in readme.read_text()
+    folder, merged = tmp_path / "old", tmp_path / "new"
+    model = tiny_model("llama")
+    model.config.save_pretrained(folder)
+    shards = folder / "pytorch_model_fsdp_0"
+    dcp.save({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
+    text = refusal(open_weights, folder)
+    assert "pytorch_model_fsdp_0" in text
+    assert "of shards see recipes/README.md" in text
+    merge_fsdp_weights(str(shards), str(merged))  # what `accelerate merge-weights` calls
+    shutil.copy(folder / "config.json", merged)
+    check_model_config(merged, False)
+    assert set(open_weights(merged)) == set(model.state_dict())
 
 
 def test_a_hub_id_whose_weights_are_bin_files_alone_is_told_how_to_convert_them(tmp_path):

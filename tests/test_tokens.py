@@ -4,9 +4,11 @@ The templates are those of the models named, in the shape that their tokenizers 
 trained here.
 """
 
+import json
 from collections import Counter
 
 import pytest
+from shell import ROOT
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -28,7 +30,9 @@ from utils.data.chats import (
     render_chats,
 )
 from utils.data.formats import to_messages
-from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, render
+from utils.data.tokens import encode as encode_text
+from utils.data.tokens import end_of_turn_ids, hidden, load_tokenizer, pad_id, render
+from utils.model.folder import check_vocab
 from utils.run.errors import ConfigError
 
 SPECIAL = [
@@ -447,6 +451,27 @@ def test_chatml_needs_its_tokens_in_the_vocabulary(tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     with pytest.raises(ConfigError, match=r"<\|im_start\|> is not in the tokenizer's vocabulary"):
         load_tokenizer(saved(tokenizer, tmp_path), chat_template="chatml")
+
+
+def test_tokens_that_are_added_as_the_readme_says_end_an_answer_and_do_not_stand_in_it(tmp_path):
+    readme = (ROOT / "recipes" / "README.md").read_text()
+    section = readme.partition("### New tokens")[2]
+    code = section.partition("```python")[2].partition("```")[0]
+    base, new = str(ROOT / "recipes" / "tiny"), str(tmp_path / "new")
+    with pytest.raises(ConfigError, match=r"recipes/README.md, New tokens\)"):
+        load_tokenizer(base, chat_template="chatml")
+    exec(code.replace("BASE", base).replace("NEW", new), {})
+    tokenizer = load_tokenizer(new, chat_template="chatml")
+    vocab_size = json.loads((tmp_path / "new" / "config.json").read_text())["vocab_size"]
+    check_vocab(tokenizer, vocab_size)
+    (end,) = end_of_turn_ids(tokenizer)
+    assert end == tokenizer.convert_tokens_to_ids("<|im_end|>") < vocab_size
+    # a row with the other new token, and a user who spells a special one
+    turn = "<call>blue<|im_end|>"
+    ids = encode_text(tokenizer, hidden(tokenizer, turn)).ids
+    assert tokenizer.convert_tokens_to_ids("<call>") in ids
+    assert end not in ids
+    assert tokenizer.decode([*ids, end], skip_special_tokens=True) == turn
 
 
 def test_pad_is_the_pad_token_else_the_end_of_text_else_zero():

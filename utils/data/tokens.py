@@ -180,8 +180,8 @@ def set_template(tokenizer, name: str) -> None:
         for token in re.findall(r"<\|\w+\|>", BUILT_IN[name]):
             check(
                 token in vocabulary,
-                f"--chat_template {name}: {token} is not in the tokenizer's vocabulary, and embeddings are "
-                "not resized; leave the flag out, or write alpaca",
+                f"--chat_template {name}: {token} is not in the tokenizer's vocabulary (fix: leave the flag"
+                " out, or alpaca; or a model with it: recipes/README.md, New tokens)",
             )
         # Rendered text is encoded without adding special tokens, so the template must write the BOS token.
         bos = "{{- bos_token -}}\n" if adds_bos(tokenizer) else ""

@@ -288,7 +288,7 @@ def refuse_without_weights(folder: Path) -> None:
     found = [name for name in names if name.endswith(OTHER_FORMATS)]
     raise ConfigError(
         f"{folder}: no model.safetensors and no index of one, but {first_five(found or names) or 'nothing'};"
-        " other formats can run code, and are not fetched from the hub (fix: another --model; of .bin, if"
+        " other formats can run code, and are not fetched (fix: of shards see recipes/README.md; of .bin, if"
         f""" you trust it: AutoModelForCausalLM.from_pretrained("{folder if found else "OWNER/NAME"}")"""
         '.save_pretrained("NEW"), and copy the tokenizer there; of others, the model they were made from)'
     )

@@ -137,7 +137,7 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
             odd.append(f"{name} {value}")
     check(
         not odd,
-        f"{file}: {first_five(odd)} cannot be used here (fix: merge it with peft, and --model NEW)",
+        f"{file}: {first_five(odd)} cannot be used here (fix: merge it by peft or mlx_lm.fuse; --model NEW)",
     )
     given = {name: stored[name] for name in read if stored.get(name) is not None}
     with others_code(str(file), f"correct it, or {ANOTHER}"), warnings.catch_warnings():
