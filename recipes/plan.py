@@ -772,4 +772,4 @@ def cells(row: dict) -> tuple[str, ...]:
 if __name__ == "__main__":
     with report_errors():
         gc.disable()  # a short run: saves 0.2 s
-        main(parse_cli(Config, aliases=True, others=OTHERS))
+        main(parse_cli(Config, others=OTHERS))

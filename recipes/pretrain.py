@@ -576,5 +576,5 @@ if __name__ == "__main__":
     # --- parse: the command line is understood completely, or refused, before anything starts -----
     with report_errors():
         stop_at_once()
-        main(parse_cli(Config, aliases=True, without_model=TINY_VALUES))
+        main(parse_cli(Config, without_model=TINY_VALUES))
         stop_distributed()

@@ -395,5 +395,5 @@ if __name__ == "__main__":
     # --- parse: the command line is understood completely, or refused, before anything starts -----
     with report_errors():
         stop_at_once()
-        fits = main(parse_cli(Config, aliases=True, without_model=TINY_VALUES, others=OTHERS))
+        fits = main(parse_cli(Config, without_model=TINY_VALUES, others=OTHERS))
         sys.exit(0 if fits else 1)

@@ -83,7 +83,7 @@ def changed(cfg) -> dict:
 
 def refusal(*argv: str, cls=Config, lines: int = 1) -> str:
     with pytest.raises(ConfigError) as error:
-        parse_cli(cls, list(argv), aliases=True)
+        parse_cli(cls, list(argv))
     message = str(error.value)
     assert len(message.splitlines()) == lines
     return message
@@ -195,10 +195,10 @@ def test_a_choice_may_be_a_switch_too(argv, expected):
     ("argv", "words"),
     [
         # names
-        (["--learing_rate", "1"], "unknown flag --learing_rate (did you mean --lr?)"),
-        (["--batch", "0"], "--batch is --batch_size here"),
+        (["--learing_rate", "1"], "unknown flag --learing_rate: did you mean --lr?"),
+        (["--batch", "0"], "unknown flag --batch: did you mean --batch_size?"),
         (["--lrr", "1"], "did you mean --lr?"),
-        (["--zzzzzz"], "unknown flag --zzzzzz (--help lists them all)"),
+        (["--zzzzzz"], "unknown flag --zzzzzz: --help lists them all"),
         (["--outputdir", "x"], "did you mean --output_dir?"),
         # numbers
         (["--lr", "abc"], "--lr takes a finite number such as 0.001 or 1e-3, not 'abc'"),
@@ -250,7 +250,7 @@ def test_nothing_of_main_runs_before_the_command_line_is_understood(tmp_path):
         "    # What\n"
         "    model: str = ''  # a folder\n"
         "def main(cfg): print('ran', repr(cfg.model), 'torch' in sys.modules)\n"
-        "with report_errors(): main(parse_cli(Config, aliases='foreign_flags'))\n"
+        "with report_errors(): main(parse_cli(Config))\n"
     )
 
     def run(words, fresh=False):
@@ -263,7 +263,7 @@ def test_nothing_of_main_runs_before_the_command_line_is_understood(tmp_path):
     assert run("--model x --modle y") == (
         2,
         "",
-        "error: unknown flag --modle (did you mean --model?)\n",
+        "error: unknown flag --modle: did you mean --model?\n",
     )
     assert run("-- --interactive")[:2] == (2, "")
     code, out, err = run("--model x --help")
@@ -345,8 +345,8 @@ def test_yaml_is_read_as_its_words_stand(text, expected, tmp_path):
     [
         ("lr: 1\nlr: 2", "a.yaml:2: lr is set twice"),
         ("batch-size: 1\nbatch_size: 2", "a.yaml:2: batch_size is set twice"),
-        ("lrr: 1", "a.yaml:1: lrr is no setting (did you mean --lr?)"),
-        ("learning_rate: 1", "a.yaml:1: learning_rate is no setting (did you mean --lr?)"),
+        ("lrr: 1", "a.yaml:1: lrr is no setting: did you mean --lr?"),
+        ("learning_rate: 1", "a.yaml:1: learning_rate is no setting: did you mean --lr?"),
         ("config: b.yaml", "config is no setting"),
         ("lr:\t1", "found character '\\t'"),
         ("lr: 1\nmodel: a: b", "mapping values are not allowed here"),
@@ -502,7 +502,7 @@ def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
 
 
 def llama(*argv: str, cls=Config):
-    return changed(parse_cli(cls, list(argv), aliases=True))
+    return changed(parse_cli(cls, list(argv)))
 
 
 def test_a_llama_recipes_command_runs_in_our_words(capsys):
@@ -558,9 +558,9 @@ def test_llama_recipes_values_become_ours(argv, expected):
 def test_data_path_names_the_rows_that_are_trained():
     """Ignored, a run would train on the tiny task instead."""
     for flag in ("--data_path", "--alpaca_dataset.data_path", "--dataset_path"):
-        assert parse_cli(finetune.Config, [flag, "a.jsonl"], aliases=True).dataset == "a.jsonl"
+        assert parse_cli(finetune.Config, [flag, "a.jsonl"]).dataset == "a.jsonl"
     both = ["--data_path", "a.jsonl", "--dataset", "b.jsonl"]
-    assert parse_cli(finetune.Config, both, aliases=True).dataset == "b.jsonl"
+    assert parse_cli(finetune.Config, both).dataset == "b.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -572,15 +572,15 @@ def test_data_path_names_the_rows_that_are_trained():
         ("--freeze_layers", "--freeze_layers True: works with false only"),
         ("--num_epochs 1.5", "--epochs takes a whole number"),
         ("--modle_name x", "unknown flag --modle_name"),
-        ("--per_device_train_batch_size 4", "--batch_size here"),
-        ("--max_length 4", "--max_length is --seq_len here (fix: write --seq_len)"),
+        ("--per_device_train_batch_size 4", "did you mean --batch_size?"),
+        ("--max_length 4", "unknown flag --max_length: did you mean --seq_len?"),
         ("--load_in_4bit true", "(fix: --quantization 4bit)"),
         ("--deepspeed ds.json", "--deepspeed: there is no DeepSpeed here (fix: "),
         # the launcher of DeepSpeed and torch.distributed.launch add it to the recipe's flags
         ("--local-rank=0", "--local_rank: torchrun gives each rank its number (fix: start with"),
         ("--nproc_per_node 2", "before the recipe (fix: torchrun --nproc_per_node N"),
         # torchtune and NeMo AutoModel name the section before the flag
-        ("--step_scheduler.max_steps 4", "--step_scheduler.max_steps is --steps here"),
+        ("--step_scheduler.max_steps 4", "unknown flag --max_steps: did you mean --steps?"),
         ("--wandb_project mine", "WANDB_PROJECT"),
         ("--per_device_eval_batch_size 8", "the held-out loss uses --batch_size"),
     ],
@@ -644,8 +644,35 @@ def test_each_hint_is_a_flag_of_a_recipe_or_a_sentence_with_a_remedy():
     ],
 )
 def test_frequent_flags_of_published_examples_are_answered_with_ours(theirs, ours):
-    with pytest.raises(ConfigError, match=f"is --{ours.split()[0]} here .fix: write --{ours}"):
-        parse_cli(finetune.Config, [f"--{theirs}", "x"], aliases=True)
+    with pytest.raises(ConfigError, match=f"unknown flag --{theirs}: did you mean --{ours}[?]"):
+        parse_cli(finetune.Config, [f"--{theirs}", "x"])
+
+
+def test_a_yaml_of_another_project_is_answered_key_by_key(tmp_path):
+    """As in the examples of axolotl: also lists, sections, and values that are not ours."""
+    path = tmp_path / "theirs.yml"
+    path.write_text(
+        "base_model: X\noptimizer: adamw_torch_fused\ndatasets:\n  - path: a\nnum_epochs: 1\n"
+        "saves_per_epoch: 1\nspecial_tokens:\n  pad_token: x\nload_in_8bit: false\nlr: [1]\nzzzzz: 1\n"
+    )
+    message = refusal("--config", str(path), cls=finetune.Config, lines=9)
+    assert [line.removeprefix(f"{path}:") for line in message.splitlines()] == [
+        "1: base_model is no setting: did you mean --model?",
+        "2: optimizer takes one of adamw, adamw_8bit, paged_adamw_8bit; not 'adamw_torch_fused'",
+        "3: datasets is no setting: did you mean --dataset?",
+        "5: num_epochs is no setting: did you mean --epochs?",
+        "6: saves_per_epoch is no setting: evaluations and checkpoints come every N steps"
+        " (fix: --eval_every N and --save_every N)",
+        "7: special_tokens is no setting: new tokens are added before the run, and the end of a turn is"
+        " that of the chat template (fix: leave it out; recipes/README.md, New tokens)",
+        "9: load_in_8bit is no setting: did you mean --quantization 8bit?",
+        "10: lr: one `name: value` a line, no lists and no mappings",
+        "11: zzzzz is no setting: --help lists them all",
+    ]
+
+
+def test_advice_is_given_for_exact_names_only():
+    assert "--help lists them all" in refusal("--dist_config", "x")  # near to dataset_config
 
 
 @pytest.mark.parametrize(
@@ -661,13 +688,13 @@ def test_frequent_flags_of_published_examples_are_answered_with_ours(theirs, our
         ("--log_completions true", "OUT/samples.jsonl has"),
         ("--chat_template_kwargs {}", "(fix: --chat_template FILE, whose first line is"),
         ("--system_prompt x", "(fix: --columns system=THEIRS, or a system turn in each row)"),
-        ("--n_samples_per_prompt 8", "is --group_size here"),  # OpenRLHF
-        ("--init_kl_coef 0.01", "is --kl_beta here"),
+        ("--n_samples_per_prompt 8", "did you mean --group_size?"),  # OpenRLHF
+        ("--init_kl_coef 0.01", "did you mean --kl_beta?"),
     ],
 )
 def test_flags_of_trl_and_openrlhf_for_rewards_are_answered(argv, words):
     with pytest.raises(ConfigError) as refused:
-        parse_cli(grpo.Config, argv.split()[:2], aliases=True)
+        parse_cli(grpo.Config, argv.split()[:2])
     assert words in str(refused.value)
 
 
@@ -676,11 +703,11 @@ def test_each_flag_of_the_llama_recipes_table_works_or_is_answered(capsys):
         for text in meaning if isinstance(meaning, dict) else ["4"]:
             text = {"optimizer": "adamw", "use_wandb": "true"}.get(name, text)
             argv = [f"--{name}={text}", f"--lora_rank={0 if name == 'pure_bf16' else 4}"]
-            parse_cli(finetune.Config, argv, aliases=True)
+            parse_cli(finetune.Config, argv)
             assert name == "optimizer" or capsys.readouterr().out.startswith(f"--{name}")
 
 
 def test_a_copy_without_the_table_still_refuses_unknown_flags(monkeypatch):
     monkeypatch.setitem(sys.modules, foreign_flags.__name__, None)  # as if it were not here
     with pytest.raises(ConfigError, match="unknown flag --model_name"):
-        parse_cli(Config, ["--model_name", "x"], aliases=True)
+        parse_cli(Config, ["--model_name", "x"])

@@ -300,14 +300,14 @@ def test_a_tokenizer_without_an_end_of_text_token_is_warned_of(files, tmp_path, 
         ("--decay_share 2", "--decay_share 2.0"),
         ("--stage pt", "the recipe says it"),
         ("--interleave_probs 0.7,0.3", "a.jsonl:0.7"),
-        ("--pretraining_dataset x", "write --dataset"),
+        ("--pretraining_dataset x", "did you mean --dataset"),
         ("--packing", "fills every row"),
         ("--lora_rank 8", "recipes/finetune.py --packing"),
     ],
 )
 def test_flags_that_cannot_be_followed_are_one_line(flags, reason):
     with pytest.raises(ConfigError, match=reason) as refused:
-        parse_cli(pretrain.Config, flags.split(), aliases=True)
+        parse_cli(pretrain.Config, flags.split())
     assert "\n" not in str(refused.value)
 
 

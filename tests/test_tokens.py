@@ -31,7 +31,14 @@ from utils.data.chats import (
 )
 from utils.data.formats import to_messages
 from utils.data.tokens import encode as encode_text
-from utils.data.tokens import end_of_turn_ids, hidden, load_tokenizer, pad_id, render
+from utils.data.tokens import (
+    end_of_turn_ids,
+    hidden,
+    load_tokenizer,
+    pad_id,
+    print_template_notes,
+    render,
+)
 from utils.model.folder import check_vocab
 from utils.run.errors import ConfigError
 
@@ -453,7 +460,9 @@ def test_chatml_needs_its_tokens_in_the_vocabulary(tmp_path):
         load_tokenizer(saved(tokenizer, tmp_path), chat_template="chatml")
 
 
-def test_tokens_that_are_added_as_the_readme_says_end_an_answer_and_do_not_stand_in_it(tmp_path):
+def test_tokens_that_are_added_as_the_readme_says_end_an_answer_and_do_not_stand_in_it(
+    tmp_path, capsys
+):
     readme = (ROOT / "recipes" / "README.md").read_text()
     section = readme.partition("### New tokens")[2]
     code = section.partition("```python")[2].partition("```")[0]
@@ -462,6 +471,8 @@ def test_tokens_that_are_added_as_the_readme_says_end_an_answer_and_do_not_stand
         load_tokenizer(base, chat_template="chatml")
     exec(code.replace("BASE", base).replace("NEW", new), {})
     tokenizer = load_tokenizer(new, chat_template="chatml")
+    print_template_notes(tokenizer)
+    assert "by LoRA only with --modules_to_save embed_tokens,lm_head\n" in capsys.readouterr().out
     vocab_size = json.loads((tmp_path / "new" / "config.json").read_text())["vocab_size"]
     check_vocab(tokenizer, vocab_size)
     (end,) = end_of_turn_ids(tokenizer)

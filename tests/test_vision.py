@@ -491,7 +491,7 @@ def refused(world, words: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["vision.py", *words.split()])
         try:
-            vision.main(parse_cli(vision.Config, aliases=True, without_model=vision.TINY_VALUES))
+            vision.main(parse_cli(vision.Config, without_model=vision.TINY_VALUES))
         except ConfigError as error:
             return error.lines
     return []

@@ -275,7 +275,7 @@ def picture_prompt(row, rows) -> Prompt:
     """
     data = row.data
     if isinstance(data.get("texts"), list):
-        data = data | alpaca_of(data["texts"])
+        data = data | alpaca_of([{"assistant": "to come"} | turn for turn in data["texts"]])
     messages, tools, _, sources, _ = turns_of(data, read_pictured)
     return Prompt(row.where, list(map(in_parts, messages)), tools, sized(sources, row.where, rows))
 

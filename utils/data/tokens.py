@@ -228,6 +228,11 @@ def print_template_notes(tokenizer) -> None:
         print0(
             "template  plain, saved with the model: the tokenizer has none, or --chat_template says so"
         )
+    elif tokenizer.template_name == "built-in chatml":
+        print0(
+            "template  chatml; a base that has never seen its tokens learns them by LoRA only with"
+            " --modules_to_save embed_tokens,lm_head"
+        )
     tools = needed_tools(tokenizer)
     tail, end = turn_end(tokenizer, ANSWERED, tools)
     if not end:

@@ -220,9 +220,9 @@ def _model_forward(
         return places, -loss
     loss = loss.sum()
     if balance is not None and self.training:
-        is_usual = hasattr(self, "router_aux_loss_coef")  # JetMoE has the other name
-        coefficient = self.router_aux_loss_coef if is_usual else self.aux_loss_coef
-        loss = loss + coefficient * balance * len(places)
+        # JetMoE has the other name.
+        factor = getattr(self, "router_aux_loss_coef", getattr(self, "aux_loss_coef", None))
+        loss = loss + factor * balance * len(places)
     return loss
 
 

@@ -6,6 +6,7 @@ our flags, with or without a value, or for a sentence of advice, the names in TR
 TrainingArguments, LLaMA-Factory, Axolotl and torchtune; it is used in messages only.
 """
 
+import difflib
 import re
 from pathlib import Path
 
@@ -14,42 +15,42 @@ import yaml
 from .errors import ConfigError, check, print0
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-HINTS: dict[str, str] = {}
-for ours, theirs in TABLES["hints"].items():
-    HINTS |= dict.fromkeys(theirs.split(), ours)
+HINTS = {name: ours for ours, theirs in TABLES["hints"].items() for name in theirs.split()}
+
+
+def meaning_of(name: str, kinds: dict) -> str:
+    """Which of our settings an unknown name may mean, or advice about it."""
+    known = HINTS | {name: name for name in kinds}
+    near = difflib.get_close_matches(name, known, cutoff=0.8)
+    ours = known[near[0]] if near else ""
+    if ours.partition(" ")[0] in kinds:
+        return f"did you mean --{ours}?"
+    return ours if name in HINTS and "(fix" in ours else "--help lists them all"
 
 
 def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[str, str]]:
     """Translate flags of llama-recipes to ours; each one prints a line.
 
     Returns (our flags as typed, settings that those of llama-recipes imply; --config and our own flags
-    override these). texts: the typed value of each flag. kinds: our settings. A name that is in no table is
-    returned unchanged. Raises ConfigError with a line for each flag that has no translation.
+    override these). texts: the typed value of each flag. kinds: our settings. Any other name is returned
+    without the sections before it. Raises ConfigError with a line for each flag that has no translation.
     """
     known = {}
     implied = {}
     problems = []
     for name, text in texts.items():
         short = name.rpartition(".")[2]  # such as train_config.model_name
-        hint = HINTS.get(short, "")
-        if short in kinds:
-            known[short] = text
-        elif short in TABLES["llama_recipes"]:
+        if short not in kinds and short in TABLES["llama_recipes"]:
             try:
                 implied |= _ours(f"--{name}", TABLES["llama_recipes"][short], text, kinds)
             except ConfigError as error:
                 problems += error.lines
-        elif (ours := hint.partition(" ")[0]) in kinds:
-            problems.append(f"--{name} is --{ours} here (fix: write --{hint})")
-        elif " " in hint:
-            problems.append(f"--{name}: {hint}")
         else:
-            known[name] = text
+            known[short] = text
     check(not problems, problems)
-    if "lora_rank" in implied and implied.get("param_dtype") == "bf16":
+    if {"lora_rank", "param_dtype"} <= implied.keys():
         # pure_bf16 with LoRA: only the frozen base becomes bf16, the adapters stay in fp32.
-        del implied["param_dtype"]
-        implied["dtype"] = "bf16"
+        implied["dtype"] = implied.pop("param_dtype")
     if "model" in implied:
         print0(TABLES["llama_recipes_note"])
     return known, implied
@@ -66,10 +67,11 @@ def _ours(flag: str, meaning: str | dict, text: str, kinds: dict) -> dict[str, s
         meaning = meaning[value]
         flag = f"{flag} {text}"
     settings = dict(re.findall(r"--(\w+) ?((?!--)\S*)", meaning))
-    if not settings:
-        print0(f"{flag} has no meaning here: {meaning or 'it is what happens anyway'}")
-    else:
-        print0(f"{flag} is {meaning} here")
+    print0(
+        f"{flag} is {meaning} here"
+        if settings
+        else f"{flag} has no meaning here: {meaning or 'it is what happens anyway'}"
+    )
     for name in settings:
         check(name in kinds, f"{flag} needs --{name}, which is not here (fix: leave it out)")
     return {name: value or text for name, value in settings.items()}

@@ -25,7 +25,7 @@ def help_text(cls: type, kinds: dict[str, tuple[type, str | None]]) -> str:
             flag = f"--{name} [{values}]" if bare else f"--{name} {values}"
             lines.append(f"  {flag:34}  {comment} (default: {default})")
     lines.append(
-        f"\n  {'--config FILE':34}  flat YAML; its keys are these flags, and flags win over it\n"
+        f"\n  {'--config FILE':34}  flat YAML; its keys are these flags, and flags win over it"
     )
     return "\n".join(lines)
 

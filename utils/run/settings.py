@@ -5,7 +5,6 @@ str, int, float, bool and Literal of strings. If the flag of a Literal may stand
 says which value that means: `field(default="none", metadata={"bare": "8bit"})`.
 """
 
-import difflib
 import math
 import os
 import sys
@@ -21,7 +20,7 @@ import fire
 import yaml
 from fire.decorators import SetParseFn
 
-from .errors import ConfigError, check, print0, rank
+from .errors import ConfigError, check, print0
 from .files import did_you_mean, replace_file
 
 SWITCH = dict.fromkeys("true yes on 1".split(), True)
@@ -34,14 +33,13 @@ NUMBERS = {int: "a whole number such as 1000", float: "a finite number such as 0
 def parse_cli(
     cls: type,
     argv: list[str] | None = None,
-    aliases: bool = False,
     without_model: dict[str, object] | None = None,
     others: Sequence[str] = (),
 ):
     """An instance of the flat dataclass `cls`: its defaults, then --config FILE, then the other flags.
 
-    aliases: translate the flags of llama-recipes; foreign_flags.py, which knows them, is imported only for a
-    name that `cls` lacks, and may be absent. without_model: values that replace the defaults if --model is
+    Flags of llama-recipes are translated; foreign_flags.py, which knows them, is imported only for a name
+    that `cls` lacks, and may be absent. without_model: values that replace the defaults if --model is
     not given. others: settings of a sibling recipe that are accepted but have no effect here. Raises
     ConfigError for wrong values, and with a line for each unknown name. On --help it prints help_text(cls)
     and exits with 0.
@@ -49,10 +47,9 @@ def parse_cli(
     argv = sys.argv[1:] if argv is None else argv
     kinds = kinds_of(cls)
     if "--help" in argv or "-h" in argv:
-        if not rank():
-            from .help import help_text
+        from .help import help_text
 
-            print(help_text(cls, kinds), end="")
+        print0(help_text(cls, kinds), ready=True)
         sys.exit(0)
     texts = split_words(argv)
     path = texts.pop("config", "")
@@ -61,13 +58,13 @@ def parse_cli(
     if without_effect:
         print0(f"without effect here: {', '.join(without_effect)}")
     implied = {}
-    if aliases and texts.keys() - kinds:
+    if texts.keys() - kinds:
         with suppress(ModuleNotFoundError):  # a copy of utils may lack it
             from .foreign_flags import translate
 
             texts, implied = translate(texts, kinds)
     unknown = [name for name in texts if name not in kinds]
-    check(not unknown, [f"unknown flag --{name} ({hint(name, kinds)})" for name in unknown])
+    check(not unknown, [f"unknown flag --{name}: {hint(name, kinds)}" for name in unknown])
 
     def read(texts):
         return {name: read_value(*kinds[name], f"--{name}", text) for name, text in texts.items()}
@@ -133,15 +130,12 @@ def read_value(kind: type, bare: str | None, where: str, text: str) -> str | int
 
 
 def hint(name: str, kinds: dict) -> str:
-    """What the user may have meant by an unknown name, also by one of another project."""
-    known = {name: name for name in kinds}  # name, of ours or of another project -> ours
-    with suppress(ModuleNotFoundError):
-        from .foreign_flags import HINTS
+    """What the user may have meant by an unknown name, or advice about a name of another project."""
+    with suppress(ModuleNotFoundError):  # a copy of utils may lack it
+        from .foreign_flags import meaning_of
 
-        known = HINTS | known
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.8)
-    ours = known[near[0]].partition(" ")[0] if near else ""
-    return f"did you mean --{ours}?" if ours in kinds else "--help lists them all"
+        return meaning_of(name, kinds)
+    return "--help lists them all"
 
 
 def from_settings(cls: type, cfg: object, **values: object):
@@ -227,25 +221,31 @@ def read_yaml(cls: type, path: str | Path, others: Sequence[str] = ()) -> dict[s
     kinds = kinds_of(cls)
     try:
         root = yaml.compose(Path(path).read_text("utf-8-sig"), Loader=yaml.BaseLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", error)
-        raise ConfigError(f"--config {path}: {reason}{did_you_mean(Path(path))}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = str(getattr(error, "strerror", error))
+        raise ConfigError(
+            f"--config {path}: {' '.join(reason.split())}"
+            f"{'' if Path(path).exists() else did_you_mean(Path(path))}"
+        ) from None
     if not root:
         return {}
     check(isinstance(root, yaml.MappingNode), f"{path}: expected lines such as `lr: 1e-4`")
     values = {}
+    problems = []
     for key, node in root.value:
         at = f"{path}:{key.start_mark.line + 1}: {key.value}"
-        check(
-            type(key) is type(node) is yaml.ScalarNode,
-            f"{at}: one `name: value` a line, no lists and no mappings",
-        )
-        name = key.value.replace("-", "_")
+        name = str(key.value).replace("-", "_")
         if name in others:
             continue
-        check(name in kinds, f"{at} is no setting ({hint(name, kinds)})")
-        check(name not in values, f"{at} is set twice: write it once")
-        values[name] = read_value(*kinds[name], at, node.value)
+        if type(key) is yaml.ScalarNode and name not in kinds:
+            problems.append(f"{at} is no setting: {hint(name, kinds)}")
+        elif not type(key) is type(node) is yaml.ScalarNode:
+            problems.append(f"{at}: one `name: value` a line, no lists and no mappings")
+        else:
+            check(name not in values, f"{at} is set twice: write it once")
+            try:
+                values[name] = read_value(*kinds[name], at, node.value)
+            except ConfigError as error:
+                problems += error.lines
+    check(not problems, problems)
     return values

@@ -180,8 +180,8 @@ def mean_of_wanted(model: nn.Module, batches: list, world: World) -> float:
     total = 0.0
     for batch in batches:
         batch = batch.to(world.device)
-        total += (log_probs_of(model, batch) * batch.desirable).sum().double()
+        total += (log_probs_of(model, batch) * batch.desirable).sum()
     model.train()
     reshard(model)
-    count = sum(int(batch.desirable.sum()) for batch in batches)
+    count = sum(batch.desirable.sum() for batch in batches)
     return all_reduce_sum(total, world) / max(1, all_reduce_sum(count, world))
