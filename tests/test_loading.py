@@ -14,14 +14,20 @@ from safetensors.torch import load_file, save_file
 from shards import shard_training
 from tiny import KINDS, tiny_config, tiny_model_folder
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Llama4Config,
+)
 
 from utils.model import loading
-from utils.model.folder import open_weights
+from utils.model.folder import Source, open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.saving import save_model
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
+from utils.train.trained_run import kind_of
 
 IDS = torch.arange(40).view(2, 20) * 23 % 1003
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -341,3 +347,31 @@ def test_a_layout_that_is_not_cut_into_slices_is_refused_and_the_named_remedy_wo
 def test_an_attention_that_a_model_lacks_is_refused_with_another_attn():
     with pytest.raises(ConfigError, match=r"--attn sdpa: .*\(fix: another --attn, or other values"):
         build_model(tiny_config("gemma2"), torch.float32, attn="sdpa")
+
+
+def test_the_text_part_of_llama_4_is_read_from_the_whole_models_folder(tmp_path):
+    """As it is published; the picture class of transformers 5.24 fails in its forward."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = Llama4Config(
+        text_config=sizes
+        | {"vocab_size": 64, "intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 8}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0},
+        vision_config=sizes
+        | {"intermediate_size": 128, "num_attention_heads": 2, "image_size": 56}
+        | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    source = Source(tmp_path, AutoConfig.from_pretrained(tmp_path), open_weights(tmp_path))
+    assert {name.split(".")[0] for name in source.weights} == {
+        "language_model",
+        "multi_modal_projector",
+        "vision_model",
+    }
+    assert kind_of({}, source, "") == "text"
+    model = build_model(source.config, torch.float32)
+    pieces = plan_pieces(model, source.weights, tmp_path)
+    assert all(piece.name.startswith("language_model.") for piece in pieces)
+    load_pieces(model, pieces, torch.device("cpu"))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    assert torch.equal(model.eval()(ids).logits, reference.eval()(ids).logits)

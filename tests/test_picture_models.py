@@ -25,6 +25,7 @@ from utils.model.options import Lora, Quant
 from utils.model.quantize import Int8Linear, quantize_linears
 from utils.model.saving import save_model
 from utils.model.sharding import decoder_layers, recompute_activations
+from utils.plan.need import Setting, need_of
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
 
@@ -183,6 +184,24 @@ def test_a_model_with_code_of_its_own_is_refused_with_what_to_take_instead(tmp_p
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConfigError, match="llama is no model of pictures.*MiniCPM-V 4.6"):
         on_meta(tmp_path)
+
+
+def test_gemma_4_with_embeddings_for_each_layer_is_planned_with_its_activations(folders):
+    """The sizes of E2B and E4B; the model takes rows of its embedding by itself."""
+    folder = folders("gemma4")
+    setting = Setting(
+        read_config(folder, False),
+        torch.float32,
+        torch.bfloat16,
+        192,
+        kind="pictures",
+        train="language,projector",
+        pictures=pictures_of(folder),
+    )
+    assert setting.config.text_config.hidden_size_per_layer_input
+    need = need_of(setting)
+    assert need.peak, need.why
+    assert {"activations", "pictures"} <= need.peak.parts.keys()
 
 
 @pytest.mark.slow

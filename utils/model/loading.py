@@ -298,10 +298,13 @@ def plan_pieces(
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    # Buffers that older transformers stored (Llama 2, Pythia, GPT-Neo, CLIP) are computed now.
+    # Buffers that older transformers stored (Llama 2, Pythia, GPT-Neo, CLIP) are computed now. The text class
+    # of Llama 4 leaves out tower and projector.
     ignored = re.compile(
         "|".join(
-            {r"\.(inv_freq|masked_bias|attention\.bias|position_ids)$"}
+            {
+                r"\.(inv_freq|masked_bias|attention\.bias|position_ids)$|^(vision_model|multi_modal_projector)\."
+            }
             | model._keys_to_ignore_on_load_unexpected
         )
     )

@@ -221,7 +221,7 @@ class PictureTrace:
 
     def come_to_language(self, ids: Tensor, extra: dict) -> "Before":
         """Run the model on a micro-batch, up to its language model."""
-        live = LiveBytes()
+        live = PictureBytes()
         with self.on_zeros(), live:
             try:
                 self.model.base_model(ids, **extra, use_cache=False)

@@ -339,20 +339,19 @@ def parameters_in(
     part: nn.Module | None = None,
 ) -> AbstractContextManager:
     """Within it new parameters and buffers stand in for those of `part`, or of the whole model, in the dtype
-    in which FSDP gathers them. idle_modules keep theirs, because they do not run.
+    in which FSDP gathers them. idle_modules do not run as a whole: their parameters are on meta.
     """
     in_fp32 = {*nn.ModuleList(fp32_modules(model, dtype)).parameters()}
-    idle_modules = nn.ModuleList(idle_modules)
-    idle = {*idle_modules.parameters(), *idle_modules.buffers()}
+    idle = {*nn.ModuleList(idle_modules).parameters()}
     stand_ins = {}
     part = part or model
     for name, old in (*part.named_parameters(), *part.named_buffers()):
-        if old not in idle:
-            is_cast = isinstance(old, nn.Parameter) and old.is_floating_point()
-            gathered_dtype = torch.float32 if old in in_fp32 else dtype
-            stand_ins[name] = torch.empty(
-                old.shape,
-                dtype=gathered_dtype if is_cast else old.dtype,
-                requires_grad=old.requires_grad,
-            )
+        is_cast = isinstance(old, nn.Parameter) and old.is_floating_point()
+        gathered_dtype = torch.float32 if old in in_fp32 else dtype
+        stand_ins[name] = torch.empty(
+            old.shape,
+            dtype=gathered_dtype if is_cast else old.dtype,
+            device="meta" if old in idle else None,
+            requires_grad=old.requires_grad,
+        )
     return _reparametrize_module(part, stand_ins, tie_weights=True)
