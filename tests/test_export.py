@@ -482,12 +482,12 @@ def test_the_checkpoint_of_a_reward_model_is_refused_with_the_way_to_its_result(
 
 
 def resign(file: Path, text: str) -> None:
-    """Write a file of a checkpoint, with its size and sum in the manifest."""
+    """Write a file of a checkpoint, with its sum in the manifest."""
     file.write_text(text)
     manifest = file.with_name("manifest.json")
     content = json.loads(manifest.read_text())
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    content["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256}
+    content["files"][file.name] = {"sha256": sha256}
     manifest.write_text(json.dumps(content))
 
 

@@ -219,11 +219,15 @@ def from_step_2(file):
 
 ZERO, ONE = "__0_0.distcp", "__1_0.distcp"  # the tensors of ranks 0 and 1
 DAMAGE = {  # what is done to a file of checkpoint 4 -> words in the answer
-    "metadata cut": (".metadata", lambda f: os.truncate(f, 900), " has 900 bytes, "),
-    "metadata empty": (".metadata", lambda f: os.truncate(f, 0), " has 0 bytes, "),
+    "metadata cut": (".metadata", lambda f: os.truncate(f, 900), " is not what was written"),
+    "metadata empty": (".metadata", lambda f: os.truncate(f, 0), " is not what was written"),
     "metadata missing": (".metadata", os.unlink, ": No such file"),
     "metadata of another step": (".metadata", from_step_2, " "),
-    "tensors a byte short": (ONE, lambda f: os.truncate(f, f.stat().st_size - 1), " has "),
+    "tensors a byte short": (
+        ONE,
+        lambda f: os.truncate(f, f.stat().st_size - 1),
+        " is not what was written",
+    ),
     "a flipped bit": (ONE, lambda f: flip(f, -5000), " is not what was written"),
     "a flipped exponent": (ZERO, lambda f: flip(f, -5001, 64), " is not what was written"),
     "tensors missing": (ZERO, os.unlink, ": No such file"),
@@ -292,7 +296,7 @@ def poison(checkpoint, mark, where):
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     for name in manifest["files"]:
         data = (checkpoint / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest()}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     assert damage(checkpoint, 0, 1) == ""
 

@@ -14,7 +14,8 @@ from picture_tracker import pictures_of
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from shards import shard_training
-from transformers import AutoModelForImageTextToText
+from tiny import tiny_config
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from utils.model.folder import open_weights, read_config
 from utils.model.kinds import freeze_parts, parse_parts, part_names, tower_layers
@@ -25,7 +26,7 @@ from utils.model.options import Lora, Quant
 from utils.model.quantize import Int8Linear, quantize_linears
 from utils.model.saving import save_model
 from utils.model.sharding import decoder_layers, recompute_activations
-from utils.plan.need import Setting, need_of
+from utils.plan.need import Setting, estimate_states, need_of, planned_model
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
 
@@ -126,6 +127,25 @@ def test_every_part_of_a_model_is_known_and_its_long_lists_are_units(name, folde
     language = {model.get_parameter(n) for n in names["language"]}
     assert all(set(layer.parameters()) <= language for layer in layers)
     assert not any(set(layer.parameters()) & language for layer in towers)
+
+
+def test_what_is_for_sounds_is_frozen_with_the_tower_and_a_text_run_freezes_the_tower():
+    """Gemma 4 E2B: no row has sounds, and no text has pictures. A plan counts no states of the tower."""
+    config = CONFIG_MAPPING["gemma4"](audio_config={}, vision_config={})
+    names = part_names(build_model(config, torch.bfloat16, kind="pictures"))
+    assert {name for name in names["vision"] if "audio" in name} == {
+        name for names_of in names.values() for name in names_of if "audio" in name
+    }
+    text = build_model(config, torch.bfloat16)
+    frozen = {name for name, p in text.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name in names["vision"] if "vision_tower" in name}
+    setting = Setting(config, torch.float32, torch.bfloat16, 8)
+    trained = [p for p in planned_model(setting).parameters() if p.requires_grad]
+    states = estimate_states(planned_model(setting), 1)
+    assert states.gradients == 4 * sum(map(torch.numel, trained)) < states.weights
+    assert all(
+        p.requires_grad for p in build_model(tiny_config("llama"), torch.float32).parameters()
+    )
 
 
 def test_what_is_frozen_is_stored_in_the_dtype_that_it_is_computed_in(folders):

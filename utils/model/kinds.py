@@ -93,7 +93,7 @@ PROJECTOR = re.compile(r"projector|connector|merger|resampler|abstractor|aligner
 def part_names(model: nn.Module) -> dict[str, list[str]]:
     """The names of the model's parameters, by part. Embedding and head belong to the language model.
     Parameters outside the language model and the tower belong to the projector, as do those that
-    match PROJECTOR.
+    match PROJECTOR; those for sounds, which no row has, to the tower.
     """
     text = [language_model(model), model.get_input_embeddings(), model.get_output_embeddings()]
     of_text = {p for module in text for p in module.parameters()}
@@ -102,7 +102,7 @@ def part_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters():
         if parameter in of_text:
             part = "language"
-        elif parameter in of_tower and not PROJECTOR.search(name):
+        elif (parameter in of_tower or "audio" in name) and not PROJECTOR.search(name):
             part = "vision"
         else:
             part = "projector"

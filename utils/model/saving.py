@@ -100,7 +100,7 @@ def save_folder(
     ConfigError, and an older folder is still there.
     """
     # Links in the parent are followed; `out` itself is replaced, even where it is a link.
-    out = Path(os.path.realpath(out.parent)) / out.name
+    out = out.parent.resolve() / out.name
     unique = broadcast(world, secrets.token_hex(4))
     temp = out.with_name(f".tmp_{out.name}_{unique}")
     places, headers = layout

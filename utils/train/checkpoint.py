@@ -211,7 +211,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _HashingFiles(dcp.filesystem.FileSystem):
-    """DCP's file system. digests: name -> size and SHA-256 of each file that was written."""
+    """DCP's file system. digests: name -> SHA-256 of each file that was written."""
 
     def __init__(self):
         self.digests = {}
@@ -221,7 +221,7 @@ class _HashingFiles(dcp.filesystem.FileSystem):
         with _HashingFile(io.FileIO(path, mode)) as stream:
             yield stream
         name = Path(path).name.removesuffix(".tmp")  # DCP renames .metadata.tmp
-        self.digests[name] = {"bytes": os.path.getsize(path), "sha256": stream.digest.hexdigest()}
+        self.digests[name] = {"sha256": stream.digest.hexdigest()}
 
 
 class _HashingFile(io.BufferedWriter):

@@ -119,11 +119,13 @@ def open_trained(
         dtype = DTYPES[dtype or run.get("param_dtype", "fp32")]
         kind = kind_of(run, source, adapter)
         built = build_model(source.config, dtype, "auto", trust_remote_code, kind=kind)  # on meta
-        built.requires_grad_(bool(path))
+        if not path:
+            built.requires_grad_(False)
         if is_new:
             weights, rules = plan_weights(built, stored)
-            for name, _ in built.named_parameters():  # the checkpoint has them
-                del rules[name]
+            for name, parameter in built.named_parameters():
+                if parameter.requires_grad:  # the checkpoint has it
+                    del rules[name]
             source = replace(source, weights=weights)
         pieces = plan_pieces(built, source.weights, source.folder)
         trained = {name: run[name] for name in Lora().facts() if name in run}
