@@ -236,6 +236,18 @@ def test_a_header_that_always_stands_at_the_end_is_not_trained(tokenizer, capsys
     assert capsys.readouterr().out == ""
 
 
+def test_an_end_of_tokens_with_words_between_them_is_trained_to_its_last_token(tokenizer):
+    """Kimi K3 closes a tag by its name; the first token of that also ends thoughts, so it ends no turn."""
+    end = "<|im_end|>response<end_of_turn><|eot_id|>"
+    turns = "{% for m in messages %}" + TURN + end + "\n{% endfor %}"
+    tokenizer.chat_template = (
+        turns + "{% if add_generation_prompt %}{{ '" + HEADER + "' }}{% endif %}"
+    )
+    (sequence,) = encode_all(tokenizer, TWO)
+    assert trained_texts(tokenizer, *sequence) == [f"blue{end}", f"grey{end}"]
+    assert end_of_turn_ids(tokenizer) == {tokenizer.convert_tokens_to_ids("<|eot_id|>")}
+
+
 def test_of_turns_that_no_token_ends_a_header_that_always_stands_there_is_no_end(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<start_of_turn>' }}"

@@ -277,8 +277,9 @@ def turn_end(
     """(tail, end) of the last message, which is an assistant's. tail: all text that the template writes after
     its content. end: the text that ends the turn, found in this order:
 
-    1. the added tokens directly after the content, with white space before them. A template may write its
-       generation prompt unasked; then only the token that also stands there before a next turn counts.
+    1. the added tokens directly after the content, with white space before them, or words between them (the
+       tags of Kimi K3). A template may write its generation prompt unasked; then only the token that also
+       stands there before a next turn counts.
     2. the token with which a turn of next_role begins.
     3. the end-of-text token, if there is one; else "".
 
@@ -292,7 +293,7 @@ def turn_end(
         return text.rpartition(answer)[2]
 
     tail = after_answer(messages)
-    end = re.match(rf"\s*(?:{words})+", tail)
+    end = re.match(rf"\s*(?:{words})(?:\w*(?:{words}))*", tail)
     if end and tail != after_answer(messages, prompt=True):
         return tail, end[0]
     following = {"role": next_role, "content": MARK.format("next"), "name": "", "tool_call_id": ""}
