@@ -87,8 +87,7 @@ def render_chats(
     messages = renderable(tokenizer, safe, tools)
     marked = skeleton(messages)
     examine_parts(tokenizer, marked, tools, trained, notes)
-    rendered = render_marked(tokenizer, messages, tools)
-    text, _ = rendered
+    text, _ = rendered = render_marked(tokenizer, messages, tools)
     if train_on == "all":
         return [Chat(text, [(0, len(text), False)])]
     turns = [turn_of(tokenizer, messages, i, tools, marked, notes, rendered) for i in trained]
@@ -341,8 +340,7 @@ def encode_plain(tokenizer, messages: Messages, notes: Counter) -> Sequence:
     last = messages[-1]
     if last["role"] == "tokens":
         return check_ids(last["content"], len(tokenizer)), last["loss_mask"]
-    texts = [message["content"] for message in messages]
-    text = "".join(texts)
+    text = "".join(message["content"] for message in messages)
     first = len(text) - len(last["content"])
     spans = [(first, len(text), False)] if last["weight"] else []
     safe = hidden(tokenizer, text)

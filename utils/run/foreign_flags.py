@@ -51,7 +51,7 @@ def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[
     if {"lora_rank", "param_dtype"} <= implied.keys():
         # pure_bf16 with LoRA: only the frozen base becomes bf16, the adapters stay in fp32.
         implied["dtype"] = implied.pop("param_dtype")
-    if "model" in implied:
+    if implied and "lr" in kinds:
         print0(TABLES["llama_recipes_note"])
     return known, implied
 
