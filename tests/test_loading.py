@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from families import LAYERS, family_config, family_model
 from ranks import gathered, run_ranks
 from safetensors.torch import load_file, save_file
 from shards import shard_training
@@ -275,6 +276,30 @@ def test_buffers_that_older_transformers_stored_are_passed_over(tmp_path, kind):
     older = changed(good, tmp_path / "older", lambda t: t.update(OLDER_BUFFERS[kind]))
     expected = of_transformers(older, "fp32")
     torch.testing.assert_close(run_ranks(logits, 2, older, torch.float32), 2 * [expected])
+
+
+def store_draft_layer(tensors, *own):
+    """The layer behind the last one, as DeepSeek-V3 publishes it; own: tensors that only it has."""
+    last = {name: t for name, t in tensors.items() if f".layers.{LAYERS - 1}." in name}
+    for name, tensor in last.items():
+        tensors[name.replace(f".{LAYERS - 1}.", f".{LAYERS}.")] = tensor + 1
+    tensors.update({f"model.layers.{LAYERS}.{name}": torch.ones(64, 128) for name in own})
+
+
+def test_a_layer_that_drafts_tokens_is_passed_over_whatever_its_number(tmp_path):
+    """GigaChat3, of the class of DeepSeek-V3: transformers knows only the number of the largest model."""
+    config = family_config("deepseek_v3")
+    config.vocab_size = 1003
+    family_model("deepseek_v3", config=config).save_pretrained(tmp_path / "good")
+    expected = of_transformers(tmp_path / "good", "fp32")
+    drafts = changed(
+        tmp_path / "good", tmp_path / "drafts", lambda t: store_draft_layer(t, "eh_proj.weight")
+    )
+    torch.testing.assert_close(run_ranks(logits, 2, drafts, torch.float32), 2 * [expected])
+    # One more layer without eh_proj is a layer that the config lacks.
+    longer = changed(tmp_path / "good", tmp_path / "longer", store_draft_layer)
+    with pytest.raises(ConfigError, match=rf"unknown model\.layers\.{LAYERS}\."):
+        plan(longer)
 
 
 def store_tied_head(tensors, delta):

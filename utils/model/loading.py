@@ -299,11 +299,13 @@ def plan_pieces(
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     # Buffers that older transformers stored (Llama 2, Pythia, GPT-Neo, CLIP) are computed now. The text class
-    # of Llama 4 leaves out tower and projector.
+    # of Llama 4 leaves out tower and projector. A layer with `eh_proj` only drafts tokens (MTP): transformers
+    # knows its number in DeepSeek-V3 and GLM-4.5, but not in smaller models of the same class.
     ignored = re.compile(
         "|".join(
             {
-                r"\.(inv_freq|masked_bias|attention\.bias|position_ids)$|^(vision_model|multi_modal_projector)\."
+                r"\.(inv_freq|masked_bias|attention\.bias|position_ids)$|^(vision_model|multi_modal_projector)\.",
+                *re.findall(r"\S+\.layers\.\d+\.(?=eh_proj)", "\n".join(weights)),
             }
             | model._keys_to_ignore_on_load_unexpected
         )
@@ -369,10 +371,11 @@ def _converted_box(name, info, pattern, converters, folder, parameter):
     """
     converter = next(c for c in converters if pattern in c.source_patterns)
     operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
-    if operations in (UNPADS, TRANSPOSES) and info.shape == parameter.shape:
-        return (0,) * len(info.shape), info.shape
-    if operations == TRANSPOSES and info.shape == parameter.mT.shape and parameter.ndim == 3:
-        return (0, 0, 0), tuple(parameter.shape)
+    is_transposed = operations == TRANSPOSES and parameter.ndim == 3
+    if (operations in (UNPADS, TRANSPOSES) and info.shape == parameter.shape) or (
+        is_transposed and info.shape == parameter.mT.shape
+    ):
+        return (0,) * parameter.ndim, parameter.shape
     expert = re.search(r"\.(\d+)\.(?!.*\.\d+\.)", name)  # the last number in the name
     if operations not in EXPERT_FUSIONS or not expert or len(info.shape) != 2:
         steps = ", ".join(kind for kind, _ in operations)
