@@ -286,7 +286,7 @@ def store_draft_layer(tensors, *own):
     tensors.update({f"model.layers.{LAYERS}.{name}": torch.ones(64, 128) for name in own})
 
 
-def test_a_layer_that_drafts_tokens_is_passed_over_whatever_its_number(tmp_path):
+def test_a_layer_that_drafts_tokens_is_passed_over_whatever_its_number_and_named(tmp_path, capsys):
     """GigaChat3, of the class of DeepSeek-V3: transformers knows only the number of the largest model."""
     config = family_config("deepseek_v3")
     config.vocab_size = 1003
@@ -296,6 +296,8 @@ def test_a_layer_that_drafts_tokens_is_passed_over_whatever_its_number(tmp_path)
         tmp_path / "good", tmp_path / "drafts", lambda t: store_draft_layer(t, "eh_proj.weight")
     )
     torch.testing.assert_close(run_ranks(logits, 2, drafts, torch.float32), 2 * [expected])
+    plan(drafts)
+    assert "unread    24 tensors that transformers' model does not have" in capsys.readouterr().out
     # One more layer without eh_proj is a layer that the config lacks.
     longer = changed(tmp_path / "good", tmp_path / "longer", store_draft_layer)
     with pytest.raises(ConfigError, match=rf"unknown model\.layers\.{LAYERS}\."):

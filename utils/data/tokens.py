@@ -168,7 +168,7 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     elif not tokenizer.chat_template:
         set_template(tokenizer, "plain")
         tokenizer.template_name = ""
-    with others_code(str(folder), "another --chat_template"):
+    with others_code(folder, "another --chat_template"):
         end_of_turn_ids(tokenizer)  # renders a conversation
     return tokenizer
 

@@ -34,7 +34,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..run.distributed import World
-from ..run.errors import ConfigError, check, first_five, others_code
+from ..run.errors import ConfigError, check, first_five, others_code, print0
 from ..run.files import AGAIN
 from .folder import DTYPES, NOT_CAUSAL, TensorInfo
 from .sharding import family_of
@@ -312,6 +312,7 @@ def plan_pieces(
     )
     pieces = []
     extra = []
+    unread = []
     misshapen = []
     covered = dict.fromkeys(state, 0)  # elements found, by parameter
     for name, info in weights.items():
@@ -323,8 +324,7 @@ def plan_pieces(
             target = name
             pattern = None
         if target not in state:
-            if not ignored.search(name):
-                extra.append(name)
+            (unread if ignored.search(name) else extra).append(name)
             continue
         at = (0,) * len(info.shape)
         shape = info.shape
@@ -361,6 +361,11 @@ def plan_pieces(
         " (fix: weights and config.json of one model, before quantization if it has scales or qweight; a"
         " reward model is for reward.py and --reward_model)",
     )
+    if unread:
+        print0(
+            f"unread    {len(unread)} tensors that transformers' model does not have, such as {unread[-1]}"
+            " (recipes/README.md, Which models)"
+        )
     return pieces
 
 
