@@ -376,6 +376,16 @@ def test_an_attention_that_a_model_lacks_is_refused_with_another_attn():
         build_model(tiny_config("gemma2"), torch.float32, attn="sdpa")
 
 
+def test_a_model_of_a_known_type_that_needs_its_own_code_is_refused_with_the_flag(tmp_path):
+    """Step-3.5-Flash: transformers has its config, but no causal language model for it."""
+    names = {"AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "auto_map": names}))
+    (tmp_path / "own.py").touch()
+    config = AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="--trust_remote_code, if it asks for that"):
+        build_model(config, torch.float32)
+
+
 def test_the_text_part_of_llama_4_is_read_from_the_whole_models_folder(tmp_path):
     """As it is published; the picture class of transformers 5.24 fails in its forward."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

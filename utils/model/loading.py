@@ -237,7 +237,10 @@ def build_model(
     }
     problem = f"{config.model_type} cannot be built with --attn {attn}"
     if not read_from:
-        fix = f"another --attn, or other values in the config.json of {config.name_or_path or 'the model'}"
+        fix = (
+            f"another --attn, or other values in the config.json of {config.name_or_path or 'the model'};"
+            " or --trust_remote_code, if it asks for that and you have read its code"
+        )
         with others_code(problem, fix), torch.device("meta"):
             model = auto_class.from_config(config, **options)
     else:
