@@ -156,7 +156,8 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         )
     check(
         tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder),
-        f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json",
+        f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json (fix: add one"
+        " that others made of it, or another --model; a tiktoken file with code of its own is not enough)",
     )
     # Ranks and tokenizing processes already use all cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
