@@ -581,7 +581,8 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
     path = SHAPES / f"{name.lower()}.json"
     path = path if path.exists() else Path(name)
     fix = f"a folder with a config.json, a size such as 7B, or one of {', '.join(known)}"
-    with others_code(f"--model {name}", fix):
+    own_code = f"{fix}; for a model with code of its own --trust_remote_code, if you have read it"
+    with others_code(f"--model {name}", own_code):
         if os.path.lexists(path):
             folder = str(path.parent if path.name == "config.json" else path)
             return transformers.AutoConfig.from_pretrained(
@@ -592,7 +593,7 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
         if similar and "/" not in name:
             raise ConfigError(f"--model {name}: did you mean {similar[0]}? (fix: {fix})")
     with others_code(
-        f"--model {name} is no folder, and its config cannot be had from the hub", fix
+        f"--model {name} is no folder, and its config cannot be had from the hub", own_code
     ):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 

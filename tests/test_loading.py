@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from families import LAYERS, family_config, family_model
 from ranks import gathered, run_ranks
 from safetensors.torch import load_file, save_file
 from shards import shard_training
@@ -277,6 +278,32 @@ def test_buffers_that_older_transformers_stored_are_passed_over(tmp_path, kind):
     torch.testing.assert_close(run_ranks(logits, 2, older, torch.float32), 2 * [expected])
 
 
+def store_draft_layer(tensors, *own):
+    """The layer behind the last one, as DeepSeek-V3 publishes it; own: tensors that only it has."""
+    last = {name: t for name, t in tensors.items() if f".layers.{LAYERS - 1}." in name}
+    for name, tensor in last.items():
+        tensors[name.replace(f".{LAYERS - 1}.", f".{LAYERS}.")] = tensor + 1
+    tensors.update({f"model.layers.{LAYERS}.{name}": torch.ones(64, 128) for name in own})
+
+
+def test_a_layer_that_drafts_tokens_is_passed_over_whatever_its_number_and_named(tmp_path, capsys):
+    """GigaChat3, of the class of DeepSeek-V3: transformers knows only the number of the largest model."""
+    config = family_config("deepseek_v3")
+    config.vocab_size = 1003
+    family_model("deepseek_v3", config=config).save_pretrained(tmp_path / "good")
+    expected = of_transformers(tmp_path / "good", "fp32")
+    drafts = changed(
+        tmp_path / "good", tmp_path / "drafts", lambda t: store_draft_layer(t, "eh_proj.weight")
+    )
+    torch.testing.assert_close(run_ranks(logits, 2, drafts, torch.float32), 2 * [expected])
+    plan(drafts)
+    assert "unread    24 tensors that transformers' model does not have" in capsys.readouterr().out
+    # One more layer without eh_proj is a layer that the config lacks.
+    longer = changed(tmp_path / "good", tmp_path / "longer", store_draft_layer)
+    with pytest.raises(ConfigError, match=rf"unknown model\.layers\.{LAYERS}\."):
+        plan(longer)
+
+
 def store_tied_head(tensors, delta):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + delta
 
@@ -347,6 +374,16 @@ def test_a_layout_that_is_not_cut_into_slices_is_refused_and_the_named_remedy_wo
 def test_an_attention_that_a_model_lacks_is_refused_with_another_attn():
     with pytest.raises(ConfigError, match=r"--attn sdpa: .*\(fix: another --attn, or other values"):
         build_model(tiny_config("gemma2"), torch.float32, attn="sdpa")
+
+
+def test_a_model_of_a_known_type_that_needs_its_own_code_is_refused_with_the_flag(tmp_path):
+    """Step-3.5-Flash: transformers has its config, but no causal language model for it."""
+    names = {"AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "auto_map": names}))
+    (tmp_path / "own.py").touch()
+    config = AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="--trust_remote_code, if it asks for that"):
+        build_model(config, torch.float32)
 
 
 def test_the_text_part_of_llama_4_is_read_from_the_whole_models_folder(tmp_path):

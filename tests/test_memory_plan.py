@@ -1024,6 +1024,29 @@ def test_plan_refuses_what_means_nothing(flags, said):
     assert "\n" not in str(refused.value)
 
 
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own_kind"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_with_code_of_its_own_is_planned_with_the_flag_that_the_error_names(
+    tmp_path, capsys
+):
+    """As Kimi-K2, MiMo-7B and Ling are published."""
+    (tmp_path / "own.py").write_text(OWN_CODE)
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config = tiny_config("llama").to_dict() | {"model_type": "own_kind", "auto_map": names}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="code of its own --trust_remote_code, if you have read"):
+        plan.main(plan.Config(model=str(tmp_path)))
+    plan.main(plan.Config(model=str(tmp_path), trust_remote_code=True))
+    assert "comfortable" in capsys.readouterr().out
+
+
 ROW = {
     "method": "full",
     "levers": levers_of(of_llama()),

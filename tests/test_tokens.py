@@ -683,3 +683,28 @@ def test_texts_without_turns(tokenizer):
     assert trained_texts(tokenizer, ids, loss_mask) == [" blue</s>"]
     endless = PreTrainedTokenizerFast(tokenizer_object=byte_level(True).backend_tokenizer)
     assert endless.decode(encode(endless, texts)[0]) == "Say blue: blue"
+
+
+OWN_TOKENIZER = """
+from transformers import PreTrainedTokenizer
+class OwnTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+    vocab_size = 256
+    def get_vocab(self):
+        return {chr(i): i for i in range(256)}
+    def _tokenize(self, text):
+        return list(text)
+    def _convert_token_to_id(self, token):
+        return ord(token)
+"""
+
+
+def test_a_tokenizer_of_its_own_code_without_offsets_is_refused_with_what_it_needs(tmp_path):
+    """As Moonlight, Kimi-K2 and Hunyuan-A13B are published: a tiktoken file, and code that reads it."""
+    (tmp_path / "own.py").write_text(OWN_TOKENIZER)
+    (tmp_path / "tiktoken.model").write_text("QQ== 65\n")
+    names = {"AutoTokenizer": ["own.OwnTokenizer", None]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": names}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    with pytest.raises(ConfigError, match=r"needs a tokenizer\.json \(fix: add one"):
+        load_tokenizer(tmp_path, trust_remote_code=True)

@@ -156,7 +156,8 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         )
     check(
         tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder),
-        f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json",
+        f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json (fix: add one"
+        " that others made of it, or another --model; a tiktoken file with code of its own is not enough)",
     )
     # Ranks and tokenizing processes already use all cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -168,7 +169,7 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     elif not tokenizer.chat_template:
         set_template(tokenizer, "plain")
         tokenizer.template_name = ""
-    with others_code(str(folder), "another --chat_template"):
+    with others_code(folder, "another --chat_template"):
         end_of_turn_ids(tokenizer)  # renders a conversation
     return tokenizer
 

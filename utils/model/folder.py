@@ -147,10 +147,10 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
     twice = []
     for file in files:
         header = read_header(file)
-        twice += found.keys() & header.keys()
+        twice += found.keys() & header
         found |= header
     check(not twice, f"{index}: two of its files hold {first_five(twice)} {AGAIN}")
-    odd = sorted(names.keys() ^ found.keys())
+    odd = sorted(names.keys() ^ found)
     check(not odd, f"{index}: only it, or only one of its files, names {first_five(odd)} {AGAIN}")
     return found
 
@@ -249,7 +249,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> transformers.Pretraine
     # If `auto_map` names code of the folder, transformers runs it only if that is trusted. Else it takes its
     # own class (Phi-3.5, DeepSeek-V2), or raises an error if it has none.
     fix = "a model transformers knows, or, not for pictures, --trust_remote_code if you have read its code"
-    with others_code(str(file), fix):
+    with others_code(file, fix):
         return transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )

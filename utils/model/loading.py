@@ -34,7 +34,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..run.distributed import World
-from ..run.errors import ConfigError, check, first_five, others_code
+from ..run.errors import ConfigError, check, first_five, others_code, print0
 from ..run.files import AGAIN
 from .folder import DTYPES, NOT_CAUSAL, TensorInfo
 from .sharding import family_of
@@ -237,7 +237,10 @@ def build_model(
     }
     problem = f"{config.model_type} cannot be built with --attn {attn}"
     if not read_from:
-        fix = f"another --attn, or other values in the config.json of {config.name_or_path or 'the model'}"
+        fix = (
+            f"another --attn, or other values in the config.json of {config.name_or_path or 'the model'};"
+            " or --trust_remote_code, if it asks for that and you have read its code"
+        )
         with others_code(problem, fix), torch.device("meta"):
             model = auto_class.from_config(config, **options)
     else:
@@ -302,17 +305,20 @@ def plan_pieces(
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     # Buffers that older transformers stored (Llama 2, Pythia, GPT-Neo, CLIP) are computed now. The text class
-    # of Llama 4 leaves out tower and projector.
+    # of Llama 4 leaves out tower and projector. A layer with `eh_proj` only drafts tokens (MTP): transformers
+    # knows its number in DeepSeek-V3 and GLM-4.5, but not in smaller models of the same class.
     ignored = re.compile(
         "|".join(
             {
-                r"\.(inv_freq|masked_bias|attention\.bias|position_ids)$|^(vision_model|multi_modal_projector)\."
+                r"\.(inv_freq|masked_bias|attention\.bias|position_ids)$|^(vision_model|multi_modal_projector)\.",
+                *re.findall(r"\S+\.layers\.\d+\.(?=eh_proj)", "\n".join(weights)),
             }
             | model._keys_to_ignore_on_load_unexpected
         )
     )
     pieces = []
     extra = []
+    unread = []
     misshapen = []
     covered = dict.fromkeys(state, 0)  # elements found, by parameter
     for name, info in weights.items():
@@ -324,8 +330,7 @@ def plan_pieces(
             target = name
             pattern = None
         if target not in state:
-            if not ignored.search(name):
-                extra.append(name)
+            (unread if ignored.search(name) else extra).append(name)
             continue
         at = (0,) * len(info.shape)
         shape = info.shape
@@ -362,6 +367,11 @@ def plan_pieces(
         " (fix: weights and config.json of one model, before quantization if it has scales or qweight; a"
         " reward model is for reward.py and --reward_model)",
     )
+    if unread:
+        print0(
+            f"unread    {len(unread)} tensors that transformers' model does not have, such as {unread[-1]}"
+            " (recipes/README.md, Which models)"
+        )
     return pieces
 
 
@@ -372,10 +382,11 @@ def _converted_box(name, info, pattern, converters, folder, parameter):
     """
     converter = next(c for c in converters if pattern in c.source_patterns)
     operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
-    if operations in (UNPADS, TRANSPOSES) and info.shape == parameter.shape:
-        return (0,) * len(info.shape), info.shape
-    if operations == TRANSPOSES and info.shape == parameter.mT.shape and parameter.ndim == 3:
-        return (0, 0, 0), tuple(parameter.shape)
+    is_transposed = operations == TRANSPOSES and parameter.ndim == 3
+    if (operations in (UNPADS, TRANSPOSES) and info.shape == parameter.shape) or (
+        is_transposed and info.shape == parameter.mT.shape
+    ):
+        return (0,) * parameter.ndim, parameter.shape
     expert = re.search(r"\.(\d+)\.(?!.*\.\d+\.)", name)  # the last number in the name
     if operations not in EXPERT_FUSIONS or not expert or len(info.shape) != 2:
         steps = ", ".join(kind for kind, _ in operations)

@@ -259,7 +259,7 @@ def load_adapter(model: nn.Module, folder: Path, merge=False) -> None:
     """
     file = folder / TENSORS
     names = match_tensors(model, folder, merge)
-    with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
+    with others_code(file, "copy it again"), safe_open(file, framework="pt") as tensors:
         for key, name in names.items():
             parameter = model.get_parameter(name)
             if boxes := local_box(parameter, whole(key, parameter)):

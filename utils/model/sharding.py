@@ -158,7 +158,7 @@ def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dt
         if dtype == torch.float16:
             listed += made._keep_in_fp32_modules
         pattern = build_glob_alternation(listed)[0] if listed else None
-        saved = made.state_dict().keys()
+        saved = made.state_dict()
         known[dtype] = {}
         for name, tensor in chain(made.named_parameters(), made.named_buffers()):
             in_fp32 = pattern and name in saved and pattern.search(name)

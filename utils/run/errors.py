@@ -82,7 +82,7 @@ def act(name: str) -> None:
 
 
 @contextmanager
-def others_code(what: str, fix: str = "") -> Iterator[None]:
+def others_code(what: object, fix: str = "") -> Iterator[None]:
     """Turn any exception of third-party code in the block into one ConfigError, `what: reason (fix: ...)`.
 
     It is for code that reads a config or a tokenizer, or builds a model: with unusual values that code may

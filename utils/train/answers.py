@@ -88,7 +88,7 @@ class Reference:
                 break
         reshard(self.model)
         with together(self.world):
-            for key in found.keys() & known.keys():
+            for key in found.keys() & known:
                 value = found[key]
                 check(
                     abs(known[key] - value) <= AGREE * max(1, abs(value)),
