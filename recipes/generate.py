@@ -493,7 +493,7 @@ def generation_settings(cfg: Config, model, folder: Path, tokenizer, world: Worl
     """
     file = folder / "generation_config.json"
     if file.exists():
-        with others_code(str(file), "the generation_config.json that came with the model"):
+        with others_code(file, "the generation_config.json that came with the model"):
             model.generation_config = transformers.GenerationConfig.from_dict(read_json(file))
     for name in NOT_OURS:
         setattr(model.generation_config, name, None)

@@ -307,9 +307,6 @@ def main(cfg: Config) -> Path:
         check_positions(model, loader)
         steps = cfg.steps or loader.steps(cfg.tokens, cfg.epochs)
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
-        # Other weights of the sources are new data. A fact that is absent is not compared.
-        if cfg.allow_new_data:
-            earlier.state.pop("mixture", None)
         earlier.check_facts(facts, steps, cfg.allow_new_data)
         disk = estimate_disk(
             source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype

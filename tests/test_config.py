@@ -198,6 +198,7 @@ def test_a_choice_may_be_a_switch_too(argv, expected):
         (["--learing_rate", "1"], "unknown flag --learing_rate: did you mean --lr?"),
         (["--batch", "0"], "unknown flag --batch: did you mean --batch_size?"),
         (["--lrr", "1"], "did you mean --lr?"),
+        (["--LR", "1"], "unknown flag --LR: did you mean --lr?"),
         (["--zzzzzz"], "unknown flag --zzzzzz: --help lists them all"),
         (["--outputdir", "x"], "did you mean --output_dir?"),
         # numbers

@@ -117,7 +117,7 @@ class GlobalBatches:
         return order[first : first + self.global_batch_size]
 
     def costs(self, rows: list) -> Tensor:
-        """The cost of each row, (n,) int64, by which rows are balanced over ranks. Here: its length."""
+        """The cost of each row, (n,), by which rows are balanced over ranks. Here: its length."""
         return self.examples.lengths[rows]
 
     def batch(self, rows: list) -> Batch:
@@ -152,7 +152,7 @@ class GlobalBatches:
 
 
 def deal(costs: Tensor, ranks: int) -> list[list[int]]:
-    """Divide rows with these costs, (n,) int64, among the ranks. Returns the row indices of each rank. The
+    """Divide rows with these costs, (n,), among the ranks. Returns the row indices of each rank. The
     sums of costs are as equal as possible. No rank has more than ceil(n / ranks) rows; one with an expensive
     row may have fewer.
 

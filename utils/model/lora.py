@@ -140,7 +140,7 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
         f"{file}: {first_five(odd)} cannot be used here (fix: merge it by peft or mlx_lm.fuse; --model NEW)",
     )
     given = {name: stored[name] for name in read if stored.get(name) is not None}
-    with others_code(str(file), f"correct it, or {ANOTHER}"), warnings.catch_warnings():
+    with others_code(file, f"correct it, or {ANOTHER}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns about settings that change nothing
         return LoraConfig(**given)
 

@@ -16,10 +16,12 @@ AGAIN = "(fix: copy or download the folder again)"
 
 
 def did_you_mean(path: Path) -> str:
-    """A file of almost the same name in the same folder, as "; did you mean X?"; "" if there is none."""
-    names = {file.name for file in path.parent.glob("*")} - {path.name}
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.with_name(near[0])}?" if near else ""
+    """A file of almost the same name in the same folder, as "; did you mean X?"; "" if there is none, or if
+    the path exists.
+    """
+    names = {file.name for file in path.parent.glob("*")}
+    near = difflib.get_close_matches(path.name, names)
+    return f"; did you mean {path.with_name(near[0])}?" if near and not path.exists() else ""
 
 
 def impostor(start: bytes) -> str:

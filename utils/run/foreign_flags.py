@@ -21,7 +21,7 @@ HINTS = {name: ours for ours, theirs in TABLES["hints"].items() for name in thei
 def meaning_of(name: str, kinds: dict) -> str:
     """Which of our settings an unknown name may mean, or advice about it."""
     known = HINTS | {name: name for name in kinds}
-    near = difflib.get_close_matches(name, known, cutoff=0.8)
+    near = difflib.get_close_matches(name.lower(), known, cutoff=0.8)
     ours = known[near[0]] if near else ""
     if ours.partition(" ")[0] in kinds:
         return f"did you mean --{ours}?"

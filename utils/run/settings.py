@@ -224,8 +224,7 @@ def read_yaml(cls: type, path: str | Path, others: Sequence[str] = ()) -> dict[s
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = str(getattr(error, "strerror", error))
         raise ConfigError(
-            f"--config {path}: {' '.join(reason.split())}"
-            f"{'' if Path(path).exists() else did_you_mean(Path(path))}"
+            f"--config {path}: {' '.join(reason.split())}{did_you_mean(Path(path))}"
         ) from None
     if not root:
         return {}

@@ -90,14 +90,17 @@ class Continued(Resumed):
 
     def check_facts(self, facts: dict[str, object], steps: int, allow_new_data: bool) -> None:
         """Raise ConfigError if the checkpoint is from another run, naming what differs, old -> new, or has
-        more than `steps` steps. facts: values by name that must be the same. Facts that the checkpoint lacks,
-        because an older version wrote it, are not compared.
+        more than `steps` steps. facts: values by name that must be the same; with allow_new_data not the data
+        and the weights of its sources. Facts that the checkpoint lacks, because an older version wrote it,
+        are not compared.
         """
         check(
             self.state["step"] <= steps,
             f"{self.checkpoint} has more than {steps} steps (fix: --steps {self.state['step']})",
         )
-        changed = differences(facts | self.state, facts, ignored=("data",) * allow_new_data)
+        changed = differences(
+            facts | self.state, facts, ignored=("data", "mixture") * allow_new_data
+        )
         check(
             not changed,
             f"the checkpoint is of another run: {changed}"
