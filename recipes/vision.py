@@ -51,7 +51,7 @@ from utils.model.folder import (
     run_facts,
     tokenizer_of,
 )
-from utils.model.kinds import freeze_parts, parse_parts, part_names, tower_layers
+from utils.model.kinds import freeze_parts, parse_parts, part_names
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, eval_loss, settle_chunked_loss, summed_cross_entropy
 from utils.model.options import Lora, Quant, check_adapter_flags
@@ -405,7 +405,7 @@ def main(cfg: Config) -> Path:
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    all_units = units(model, dtype, tower_layers(model))
+    all_units = units(model, dtype)
     offload = OffloadPolicy()
     unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from utils.model.kinds import tower_layers
 from utils.model.sharding import stored_as_computed, units
 
 
@@ -34,7 +33,7 @@ def shard_training(
     stored_as_computed decides which parameters are not sharded; accumulates: see there.
     """
     offload = CPUOffloadPolicy(mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    all_units = units(model, dtype, tower_layers(model))
+    all_units = units(model, dtype)
     unsharded = set()
     if mesh.size() == 1 and not cpu_offload:
         unsharded = stored_as_computed(all_units, accumulates)

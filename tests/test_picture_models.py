@@ -18,15 +18,15 @@ from tiny import tiny_config
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from utils.model.folder import open_weights, read_config
-from utils.model.kinds import freeze_parts, parse_parts, part_names, tower_layers
+from utils.model.kinds import freeze_parts, parse_parts, part_names
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import base_names
 from utils.model.loss import add_chunked_loss, settle_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.model.quantize import Int8Linear, quantize_linears
 from utils.model.saving import save_model
-from utils.model.sharding import decoder_layers, recompute_activations
-from utils.plan.need import Setting, estimate_states, need_of, planned_model
+from utils.model.sharding import decoder_layers, numel, recompute_activations, tower_layers, units
+from utils.plan.need import Setting, estimate_states, need_of, planned_model, units_of
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
 
@@ -146,6 +146,21 @@ def test_what_is_for_sounds_is_frozen_with_the_tower_and_a_text_run_freezes_the_
     assert all(
         p.requires_grad for p in build_model(tiny_config("llama"), torch.float32).parameters()
     )
+
+
+def test_a_run_on_texts_gathers_no_layer_of_a_tower():
+    """Gemma 4 E2B: they were in the root's unit, which stays gathered for the whole step."""
+    config = CONFIG_MAPPING["gemma4"](audio_config={}, vision_config={})
+    model = build_model(config, torch.bfloat16)
+    layers = {*tower_layers(model)}
+    assert layers == {*model.model.vision_tower.encoder.layers, *model.model.audio_tower.layers}
+    assert layers <= {module for unit in units(model, torch.bfloat16) for module in unit.modules}
+    root, embedding, blocks, _, towers = units_of(
+        model, Setting(config, torch.bfloat16, torch.bfloat16, 8, shards=2)
+    )
+    assert len(towers) == len(layers)
+    of_all = [root, embedding, *blocks, *towers]
+    assert 1 <= sum(unit.gathered for unit in of_all) / 2 / numel(model) < 1.01  # bf16, padded
 
 
 def test_what_is_frozen_is_stored_in_the_dtype_that_it_is_computed_in(folders):

@@ -26,9 +26,9 @@ from utils.data.chats import (
     SHORTENED,
     SPELLED,
     encode_chat,
-    encode_plain,
     render_chats,
 )
+from utils.data.documents import encode_plain
 from utils.data.formats import to_messages
 from utils.data.tokens import encode as encode_text
 from utils.data.tokens import (

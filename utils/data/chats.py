@@ -24,7 +24,6 @@ from .tokens import (
     SCHEMA,
     Encoded,
     Sequence,
-    adds_bos,
     encode,
     hidden,
     render,
@@ -328,38 +327,3 @@ def _ids(tokenizer, text):
 def added_ids(tokenizer) -> frozenset[int]:
     """The ids of all added tokens, special or not."""
     return frozenset(tokenizer.added_tokens_decoder)
-
-
-def encode_plain(tokenizer, messages: Messages, notes: Counter) -> Sequence:
-    """(ids, mask) of a row without turns: token ids, or texts that are joined without a template.
-
-    A text is trained if its weight is 1. The end-of-text token is trained if the last text is. A token that
-    spans the end of one text and the start of the next is trained if the next text is. notes: as for
-    render_chats.
-    """
-    last = messages[-1]
-    if last["role"] == "tokens":
-        return check_ids(last["content"], len(tokenizer)), last["loss_mask"]
-    text = "".join(message["content"] for message in messages)
-    first = len(text) - len(last["content"])
-    spans = [(first, len(text), False)] if last["weight"] else []
-    safe = hidden(tokenizer, text)
-    notes[SPELLED] += safe != text
-    ids, mask = encode_chat(tokenizer, Chat(safe, spans))
-    if adds_bos(tokenizer):
-        ids = [tokenizer.bos_token_id, *ids]
-        mask = b"\0" + mask
-    if tokenizer.eos_token_id is not None:
-        ids = [*ids, tokenizer.eos_token_id]
-        mask += bytes([last["weight"]])
-    return ids, mask
-
-
-def check_ids(ids: list, vocabulary_size: int) -> list[int]:
-    """The ids unchanged. ValueError if one is not in the vocabulary."""
-    for i, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocabulary_size:
-            raise ValueError(
-                f"input_ids[{i}]: {str(token)[:40]} is no token; they are 0 to {vocabulary_size - 1}"
-            )
-    return ids

@@ -1,11 +1,13 @@
-"""Rows of any form -> whole documents: all tokens trained, nothing cut, one end-of-text token after each."""
+"""Rows without turns, texts and token ids -> ids and the loss mask; and for pretrain.py rows of any form ->
+whole documents: all tokens trained, nothing cut, one end-of-text token after each.
+"""
 
 from array import array
 from collections import Counter
 
-from .chats import encode_plain, render_chats
-from .formats import to_messages
-from .tokens import adds_bos, encode, hidden
+from .chats import SPELLED, Chat, encode_chat, render_chats
+from .formats import Messages, to_messages
+from .tokens import Sequence, adds_bos, encode, hidden
 
 
 def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
@@ -47,3 +49,38 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     part.trained_tokens[-1] = len(ids)
     part.row_sizes.append(len(text.encode()))
     return form
+
+
+def encode_plain(tokenizer, messages: Messages, notes: Counter) -> Sequence:
+    """(ids, mask) of a row without turns: token ids, or texts that are joined without a template.
+
+    A text is trained if its weight is 1. The end-of-text token is trained if the last text is. A token that
+    spans the end of one text and the start of the next is trained if the next text is. notes: as for
+    render_chats.
+    """
+    last = messages[-1]
+    if last["role"] == "tokens":
+        return check_ids(last["content"], len(tokenizer)), last["loss_mask"]
+    text = "".join(message["content"] for message in messages)
+    first = len(text) - len(last["content"])
+    spans = [(first, len(text), False)] if last["weight"] else []
+    safe = hidden(tokenizer, text)
+    notes[SPELLED] += safe != text
+    ids, mask = encode_chat(tokenizer, Chat(safe, spans))
+    if adds_bos(tokenizer):
+        ids = [tokenizer.bos_token_id, *ids]
+        mask = b"\0" + mask
+    if tokenizer.eos_token_id is not None:
+        ids = [*ids, tokenizer.eos_token_id]
+        mask += bytes([last["weight"]])
+    return ids, mask
+
+
+def check_ids(ids: list, vocabulary_size: int) -> list[int]:
+    """The ids unchanged. ValueError if one is not in the vocabulary."""
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocabulary_size:
+            raise ValueError(
+                f"input_ids[{i}]: {str(token)[:40]} is no token; they are 0 to {vocabulary_size - 1}"
+            )
+    return ids

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..run.errors import ConfigError, check
-from .chats import encode_chat, encode_plain, render_chats
+from .chats import encode_chat, render_chats
 from .formats import parse_columns, renamed, to_messages
 from .rows import as_object
 
@@ -196,6 +196,8 @@ def add_conversation(
     """Add a row to `part` and return its form. ValueError names what is wrong with the row."""
     messages, tools = to_messages(row, form, notes)
     if messages[0]["role"] in ("text", "tokens"):
+        from .documents import encode_plain
+
         part.add_row(*encode_plain(tokenizer, messages, notes), where, rows, form)
         return form
     for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):

@@ -32,7 +32,8 @@ from PIL import Image, ImageOps
 
 from ..run.errors import check, others_code, reason_of_others
 from ..run.units import seed_of
-from .chats import Chat, encode_chat, encode_plain, render_chats
+from .chats import Chat, encode_chat, render_chats
+from .documents import encode_plain
 from .formats import IGNORED, REMEDY, keys_of, to_messages, typed
 from .prompts import Prompt, prompt_of, turns_of
 from .tokens import ANSWERED, HIDDEN, PLACE, adds_bos, encode, in_parts, render

@@ -28,7 +28,8 @@ https://huggingface.co/datasets/Anthropic/hh-rlhf.
 import re
 from collections import Counter
 
-from .chats import encode_chat, encode_plain, render_chats
+from .chats import encode_chat, render_chats
+from .documents import encode_plain
 from .formats import (
     PREFERENCES,
     ROLES,

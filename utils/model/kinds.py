@@ -2,7 +2,6 @@
 reward.py; and with pictures beside the text, for vision.py.
 """
 
-import re
 from types import MethodType
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from ..run.errors import check, first_five
 from .loading import Piece, local_parts
 from .loss import backbone, documents_by, one_document
-from .sharding import cast_to, language_model, numel, plain_name
+from .sharding import PROJECTOR, cast_to, language_model, plain_name
 
 # --- a score of each sequence: the head of a reward model
 #
@@ -86,8 +85,6 @@ def settle_pad(tokenizer, last_ids: set[int]) -> None:
 # --- the parts of a model that reads pictures: vision tower, projector, language model
 
 PARTS = "language projector vision".split()
-# Names of projectors in model families. Some projectors are inside the tower.
-PROJECTOR = re.compile(r"projector|connector|merger|resampler|abstractor|aligner")
 
 
 def part_names(model: nn.Module) -> dict[str, list[str]]:
@@ -108,22 +105,6 @@ def part_names(model: nn.Module) -> dict[str, list[str]]:
             part = "projector"
         names[part].append(name)
     return names
-
-
-def tower_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of the vision tower: of each ModuleList outside the language model that has more than 5 %
-    of all parameters.
-    """
-    layers = []
-    least = 0.05 * numel(model)
-    seen = set(language_model(model).modules())
-    for name, module in model.named_modules():
-        is_list = isinstance(module, nn.ModuleList) and module not in seen
-        # Not of a projector: it may run once for each picture, and ranks have different numbers of pictures.
-        if is_list and not PROJECTOR.search(name) and numel(module) > least:
-            layers += module
-            seen.update(module.modules())
-    return layers
 
 
 def parse_parts(text: str) -> set[str]:

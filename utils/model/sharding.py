@@ -4,7 +4,7 @@ The parameters of a unit are gathered, used and freed together. See the FSDP2 tu
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,6 +21,9 @@ from ..run.errors import ConfigError, check
 # Names of dtypes in flags and files; "original" keeps the dtype of the checkpoint.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
+# Names of projectors in model families. Some projectors are inside the tower.
+PROJECTOR = re.compile(r"projector|connector|merger|resampler|abstractor|aligner")
+
 # What peft, and quantize.py for experts, add to the names of parameters.
 ADAPTED = ".base_layer .original_module .modules_to_save.default _codes.weight".split()
 
@@ -36,18 +39,18 @@ class Unit:
     cast_forward_inputs: bool = False
 
 
-def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()) -> list[Unit]:
+def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
     """The units of a model on meta, inner ones first. The dtypes of its tensors are changed in place so that
     FSDP2 can shard them, see prepare_dtypes.
 
-    dtype: of the computation. towers: layers of the vision tower. The last unit is the root, with the
-    remaining parameters: the final norm, position embeddings.
+    dtype: of the computation. The last unit is the root, with the remaining parameters: the final norm,
+    position embeddings.
     """
     prepare_dtypes(model, dtype)
     in_fp32 = fp32_modules(model, dtype)
     found = []
     layers = decoder_layers(model)
-    for layer in [*towers, *layers]:
+    for layer in [*tower_layers(model), *layers]:
         inner = [module for module in layer.modules() if module in in_fp32]
         for mixer in layer.modules():
             for conv in mixer.children():
@@ -221,6 +224,22 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     lists = [m for m in language_model(model).modules() if isinstance(m, nn.ModuleList)]
     check(any(lists), f"{type(model).__name__} has no layers to shard by")
     return max(lists, key=numel)
+
+
+def tower_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of towers for pictures and sounds: of each ModuleList outside the language model that has
+    more than 1 % of all parameters. A run on texts never gathers them.
+    """
+    layers = []
+    least = 0.01 * numel(model)
+    seen = set(language_model(model).modules())
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and module not in seen
+        # Not of a projector: it may run once for each picture, and ranks have different numbers of pictures.
+        if is_list and not PROJECTOR.search(name) and numel(module) > least:
+            layers += module
+            seen.update(module.modules())
+    return layers
 
 
 def numel(module: nn.Module) -> int:

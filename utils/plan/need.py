@@ -218,7 +218,7 @@ def units_of(
     The root has all other parameters. A tied head shares the embedding's unit, and is None here.
     """
     layers = sharding.decoder_layers(model)
-    towers = setting.pictures.towers(model) if setting.pictures else []
+    towers = sharding.tower_layers(model)
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     in_fp32 = sharding.fp32_modules(model, setting.dtype)

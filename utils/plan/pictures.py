@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
-from ..model.kinds import PROJECTOR, tower_layers
-from ..model.sharding import language_model
+from ..model.sharding import PROJECTOR, language_model, tower_layers
 from .need import Replay, Unit
 from .trace import LiveBytes, Segment, aten, on_meta, parameters_in, segments_of, tensors_in
 
@@ -40,7 +39,6 @@ class Pictures:
 
     rows_of: Callable
     traced: dict = field(default_factory=dict)  # (model, dtype, recompute) -> what `trace` found
-    towers = staticmethod(tower_layers)
 
     def batch(self, rows: int, seq_len: int) -> tuple[Tensor, dict[str, Tensor]]:
         """(ids (rows, seq_len), the other inputs) of such a batch, padded."""

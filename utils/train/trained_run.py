@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from ..model.attention import use_gpu_kernels
 from ..model.folder import Source, find_model, open_model, read_header, run_facts, tokenizer_of
-from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
+from ..model.kinds import add_scores, freeze_parts, parse_parts
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, settle_chunked_loss
 from ..model.options import SHARDS_INTEGERS, Lora, Quant
@@ -196,7 +196,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, cpu_offl
     from_pretrained(dtype=dtype). cpu_offload keeps the shards on the host.
     """
     offload = CPUOffloadPolicy(mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    for unit in units(model, dtype, tower_layers(model)):
+    for unit in units(model, dtype):
         fully_shard(
             unit.modules,
             mesh=mesh,
