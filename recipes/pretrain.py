@@ -179,6 +179,10 @@ class Config:
         check(not (self.tokens and self.steps), "--tokens or --steps? (fix: give one)")
         check(self.decay_share <= 1, f"--decay_share {self.decay_share} is a share (fix: 0.2)")
         check(
+            self.schedule == "wsd" or self.decay_share == Config.decay_share,
+            f"--decay_share has no effect on {self.schedule} (fix: --schedule wsd)",
+        )
+        check(
             self.low_cpu_fsdp or self.init == "model",
             "--low_cpu_fsdp false reads weights, and --init random has none (fix: leave it out)",
         )

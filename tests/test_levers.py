@@ -5,6 +5,7 @@ python -m pytest tests/test_levers.py
 
 import gc
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -25,12 +26,14 @@ from tiny import tiny_model, tiny_model_folder
 from torch.distributed.tensor import DTensor
 from transformers import Gemma3TextConfig
 
+from utils.data.batches import divide_batch
 from utils.model.activation_offload import HostCopies, hook_inputs, offload_inputs
 from utils.model.attention import compile_layers
 from utils.model.sharding import recompute_activations
 from utils.plan import search
 from utils.run.distributed import mesh_axes
 from utils.run.errors import ConfigError
+from utils.train.in_backward import check_in_backward
 
 LEVERS = {
     "full_recompute": {"activation_checkpointing": "full"},
@@ -501,3 +504,14 @@ def test_what_needs_all_gradients_at_a_time_is_refused_beside_it(setting, tmp_pa
     with pytest.raises(AssertionError, match=f"--optimizer_in_backward: .*{says}"):
         run_ranks(finetuned, 2, flags)
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("grad_accum", "global_batch"), [(4, 0), (0, 16), (4, 16)])
+def test_the_fix_for_micro_batches_in_backward_leaves_one(grad_accum, global_batch):
+    _, micro_batches = divide_batch(2, grad_accum, global_batch, ranks=2)
+    with pytest.raises(ConfigError) as refused:
+        check_in_backward(0.0, micro_batches, "fp32", False)
+    words = r"--grad_accum (\d), and with --global_batch_size .* --batch_size (\d) times as large"
+    grad_accum, times = map(int, re.search(words, str(refused.value)).groups())
+    rows = 2 * times if global_batch else 2
+    assert divide_batch(rows, grad_accum, global_batch, ranks=2) == (global_batch or 4, 1)

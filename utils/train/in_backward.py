@@ -28,8 +28,8 @@ def check_in_backward(clip_norm: float, micro_batches: int, dtype: str, offload:
     )
     check(
         micro_batches == 1,
-        f"--optimizer_in_backward: {micro_batches} micro-batches would be as many steps (fix: a larger"
-        " --batch_size, a smaller --global_batch_size or --grad_accum 1)",
+        f"--optimizer_in_backward: {micro_batches} micro-batches would be as many steps (fix: --grad_accum 1,"
+        f" and with --global_batch_size or a resume a --batch_size {micro_batches} times as large)",
     )
     check(
         dtype != "fp16",
