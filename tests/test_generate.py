@@ -214,6 +214,12 @@ def test_a_checkpoint_answers_as_the_models_it_became(ranks, llama, finished, pr
     assert expected != answers(prompts, model=str(llama))
 
 
+def test_what_a_run_trained_in_full_is_quantized_from_its_model_folder(finished, prompts):
+    with pytest.raises(ConfigError, match="it trains.*OUT/model as --model"):
+        answers(prompts, checkpoint=str(finished), quantization="8bit")
+    assert answers(prompts, model=str(finished / "model"), quantization="8bit")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_of_a_lora_run_answers_with_its_base_and_its_adapter(ranks, lora, prompts):
     base = lora.parent / "base"
