@@ -423,6 +423,12 @@ def test_bad_prompts_are_named_by_file_and_line(name, llama, tmp_path):
         on_rank(None, {"model": str(llama), "prompts": str(tmp_path / name), "max_new_tokens": 9})
 
 
+@pytest.mark.parametrize("flag", [{"image_dir": "pictures"}, {"image_max_pixels": 1000}])
+def test_flags_of_pictures_are_refused_for_a_model_that_reads_none(flag, llama, prompts):
+    with pytest.raises(ConfigError, match="reads no pictures .fix: leave them out"):
+        answers(prompts, model=str(llama), **flag)
+
+
 def test_a_chat_without_standard_input_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ConfigError, match="standard input is closed"):
