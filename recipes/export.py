@@ -335,7 +335,12 @@ def convert_weights(folder: Path, out: Path, world: World) -> None:
     with together(world):
         config = read_json(file_inside(folder, "config.json"))
         quantization = config.pop("quantization_config", {})
-        method = quantization.get("quant_method", "weights that are not quantized")
+        check(
+            quantization,
+            f"{folder} is not quantized: nothing to convert (fix: use it as it is; --adapter or"
+            " --checkpoint for what a run has made of it)",
+        )
+        method = quantization.get("quant_method", "an unknown method")
         check(
             method in ("fp8", "mxfp4"),
             f"{folder}: {method}: only fp8 and mxfp4 are converted (fix: the model before quantization)",

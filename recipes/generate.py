@@ -176,6 +176,10 @@ def main(cfg: Config) -> None:
             read_row = partial(picture_prompt, rows=rows)
             ids_of = partial(picture_prompt_ids, processor, tokenizer)
             pictures = Pictures(None)
+        check(
+            processor or not (cfg.image_dir or cfg.image_max_pixels),
+            f"--image_dir, --image_max_pixels: {trained.name} reads no pictures (fix: leave them out)",
+        )
         if cfg.prompts:
             prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system, read_row)
         settings = generation_settings(cfg, model, trained.source.folder, tokenizer, world)

@@ -424,7 +424,14 @@ def test_blocks_of_fp8_may_end_beyond_the_matrix():
 
 def test_weights_of_other_formats_are_refused_by_name(tmp_path):
     folder = tiny_model_folder(tmp_path / "plain", "llama")
-    with pytest.raises(ConfigError, match="not quantized: only fp8 and mxfp4 are converted"):
+    with pytest.raises(
+        ConfigError, match="not quantized: nothing to convert .fix: use it as it is"
+    ):
+        exported(tmp_path / "out", model=folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="awq: only fp8 and mxfp4 .*before quantization"):
         exported(tmp_path / "out", model=folder)
     folder = quantized(tmp_path / "published", "fp8")
     stored = tensors(folder)

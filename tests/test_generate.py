@@ -214,6 +214,12 @@ def test_a_checkpoint_answers_as_the_models_it_became(ranks, llama, finished, pr
     assert expected != answers(prompts, model=str(llama))
 
 
+def test_what_a_run_trained_in_full_is_quantized_from_its_model_folder(finished, prompts):
+    with pytest.raises(ConfigError, match="it trains.*OUT/model as --model"):
+        answers(prompts, checkpoint=str(finished), quantization="8bit")
+    assert answers(prompts, model=str(finished / "model"), quantization="8bit")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_of_a_lora_run_answers_with_its_base_and_its_adapter(ranks, lora, prompts):
     base = lora.parent / "base"
@@ -415,6 +421,12 @@ def test_bad_prompts_are_named_by_file_and_line(name, llama, tmp_path):
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=words):
         on_rank(None, {"model": str(llama), "prompts": str(tmp_path / name), "max_new_tokens": 9})
+
+
+@pytest.mark.parametrize("flag", [{"image_dir": "pictures"}, {"image_max_pixels": 1000}])
+def test_flags_of_pictures_are_refused_for_a_model_that_reads_none(flag, llama, prompts):
+    with pytest.raises(ConfigError, match="reads no pictures .fix: leave them out"):
+        answers(prompts, model=str(llama), **flag)
 
 
 def test_a_chat_without_standard_input_is_refused_at_once(monkeypatch):

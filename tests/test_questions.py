@@ -191,7 +191,10 @@ FAULTS = {
     "an answer alone": ({"messages": [answer("x")]}, "no turn to answer"),
     "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\].content: missing"),
     "a wrong role": ({"prompt": [{"role": "cook", "content": "x"}]}, "'cook' is not one of"),
-    "a picture": ({"prompt": "a", "image": "cat.png"}, "generate.py and vision.py also pictures"),
+    "a picture": (
+        {"prompt": "a", "image": "cat.png"},
+        "vision.py also pictures if the model reads them",
+    ),
     "no object": ([1], "expected object, got list"),
     "half of a surrogate pair": ({"prompt": "\ud800"}, "surrogates not allowed"),
     "too long": ({"prompt": "x" * 300}, r"\d+ tokens, and a prompt may have 200"),

@@ -76,8 +76,8 @@ REMEDY = "fix: remove these rows; recipes that train also take --bad_rows drop"
 ANSWERS = "response answer output".split()  # other names of a completion
 PAIRS = f"preference pairs and answers with labels (KTO); {ONE_ANSWER} (fix: recipes/prefer.py)"
 PICTURES = (
-    f"{ONE_ANSWER}, in generate.py and vision.py also pictures, but no pairs, no videos, no sounds"
-    f" ({REMEDY})"
+    f"{ONE_ANSWER}, in generate.py and vision.py also pictures if the model reads them, but no pairs,"
+    f" no videos, no sounds ({REMEDY})"
 )
 # key -> reason
 REFUSED = {

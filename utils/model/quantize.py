@@ -230,7 +230,7 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> str:
     check(
         weights,
         f"--quantization {quant.quantization}: {type(model).__name__} has no linear layer that can be:"
-        f" {others} (fix: --quantization none)",
+        f" {others} (fix: --quantization none; or, for a --checkpoint, its run's OUT/model as --model)",
     )
     return f"{quant.quantization} for {weights} weights{others and '; in 16 bit: ' + others}"
 
