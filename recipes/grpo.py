@@ -266,11 +266,11 @@ def main(cfg: Config) -> Path:
     world = init_distributed()
     with together(world):
         learners = world.size - cfg.generate_ranks
+        axes = mesh_axes(max(1, learners), cfg.replicate, cfg.shard)
         check(
-            not cfg.generate_ranks or (cfg.replicate <= 1 and cfg.shard in (0, learners)),
+            not (cfg.generate_ranks and "replicate" in axes),
             "--replicate, --shard: learners beside generators share one copy (fix: leave both out)",
         )
-        axes = mesh_axes(max(1, learners), cfg.replicate, cfg.shard)
         cfg = settle(cfg, world)
     agree(world, asdict(cfg), "flags")
     everyone = world  # all ranks: with --generate_ranks, `world` will be those of one role
