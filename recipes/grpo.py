@@ -77,8 +77,8 @@ from utils.model.sharding import (
     units,
 )
 from utils.plan.fit import available_room, estimate_disk, plan_memory
-from utils.plan.generation import plan_rollout, share_bytes
-from utils.plan.need import Setting
+from utils.plan.generation import plan_rollout
+from utils.plan.need import Setting, estimate_states
 from utils.run.distributed import (
     agree,
     build_mesh,
@@ -301,7 +301,7 @@ def main(cfg: Config) -> Path:
         judge = open_reward_model(cfg.reward_model, dtype, world, trust)
         frozen.append(judge.model)
     if cfg.kl_beta and not from_settings(Lora, cfg):
-        frozen.append(model)  # the reference: the model at the start
+        frozen.append(build_model(source.config, dtype, attn, trust))  # the reference
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
     earlier = Resumed()
     if holds_run(out) or cfg.resume not in ("auto", "none"):
@@ -352,7 +352,7 @@ def main(cfg: Config) -> Path:
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
-            frozen_bytes=sum(share_bytes(m, axes["shard"], dtype) for m in frozen),
+            frozen_bytes=sum(estimate_states(m, axes["shard"]).weights for m in frozen),
             repeats_keys=lacks_grouped_kernels(world.device, dtype),
         )
         plan = plan_memory(setting, world, force=cfg.force)
@@ -493,7 +493,6 @@ def main(cfg: Config) -> Path:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     settle_chunked_loss(model, world.device)
-    reference = None  # the model at the start; with adapters, the base serves without a copy
     freeze = partial(
         frozen_copy,
         mesh=mesh,
@@ -503,8 +502,8 @@ def main(cfg: Config) -> Path:
     )
     if judge and learns:
         judge.model = freeze(judge.model, judge.pieces)
-    if cfg.kl_beta and not lora and learns:
-        reference = freeze(build_model(source.config, dtype, attn, trust), pieces)
+    # The model at the start; with adapters, the base serves without a copy.
+    reference = freeze(frozen[-1], pieces) if cfg.kl_beta and not lora and learns else None
     # On Hopper and later, torch prefers cuDNN, which makes a plan for each length: 23 to 37 ms in reports.
     torch.backends.cuda.enable_cudnn_sdp(False)
     sampling = Sampling(

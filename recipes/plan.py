@@ -45,7 +45,7 @@ from utils.model.loading import build_model
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.sharding import DTYPES
 from utils.plan.fit import MemoryPlan
-from utils.plan.generation import plan_rollout, share_bytes
+from utils.plan.generation import plan_rollout
 from utils.plan.need import (
     FITS,
     MAYBE,
@@ -56,6 +56,7 @@ from utils.plan.need import (
     Room,
     Setting,
     answer_of,
+    estimate_states,
     need_of,
     planned_model,
 )
@@ -372,12 +373,12 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         asked = replace(asked, pictures=pictures_of(cfg, asked))
     frozen = []
     if cfg.kl_beta and not asked.lora:  # the model at the start
-        frozen.append(planned_model(asked))
+        frozen.append(planned_model(replace(asked, param_dtype=asked.dtype)))
     if cfg.reward_model:
         judge = find_config(cfg.reward_model, cfg.trust_remote_code)
         judge.num_labels = 1
         frozen.append(build_model(judge, asked.dtype, kind="scores"))
-    return replace(asked, frozen_bytes=sum(share_bytes(m, shards, asked.dtype) for m in frozen))
+    return replace(asked, frozen_bytes=sum(estimate_states(m, shards).weights for m in frozen))
 
 
 def about_completions(cfg: Config, asked: Setting, room: Room) -> str:

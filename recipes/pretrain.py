@@ -308,7 +308,7 @@ def main(cfg: Config) -> Path:
         if held_out:
             at_once = cfg.batch_size * world.size
             eval_loader = StreamBatches(held_out, cfg.seed, at_once, *options, held_out=True)
-        check_positions(model, loader)
+        check_positions(model, examples, longest=loader.longest())
         steps = cfg.steps or loader.steps(cfg.tokens, cfg.epochs)
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         earlier.check_facts(facts, steps, cfg.allow_new_data)

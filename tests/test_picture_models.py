@@ -148,18 +148,20 @@ def test_what_is_for_sounds_is_frozen_with_the_tower_and_a_text_run_freezes_the_
     )
 
 
-def test_a_run_on_texts_gathers_no_layer_of_a_tower():
-    """Gemma 4 E2B: they were in the root's unit, which stays gathered for the whole step."""
+def test_neither_layers_of_towers_nor_large_tables_are_in_the_roots_unit():
+    """Gemma 4 E2B: the root stays gathered for the whole step, and a run on texts never gathers a tower."""
     config = CONFIG_MAPPING["gemma4"](audio_config={}, vision_config={})
     model = build_model(config, torch.bfloat16)
     layers = {*tower_layers(model)}
     assert layers == {*model.model.vision_tower.encoder.layers, *model.model.audio_tower.layers}
     assert layers <= {module for unit in units(model, torch.bfloat16) for module in unit.modules}
-    root, embedding, blocks, _, towers = units_of(
+    root, tables, blocks, _, towers = units_of(
         model, Setting(config, torch.bfloat16, torch.bfloat16, 8, shards=2)
     )
     assert len(towers) == len(layers)
-    of_all = [root, embedding, *blocks, *towers]
+    assert len(tables) == 2  # the other one has a vector for each token and layer
+    assert root.gathered < 2**28
+    of_all = [root, *tables, *blocks, *towers]
     assert 1 <= sum(unit.gathered for unit in of_all) / 2 / numel(model) < 1.01  # bf16, padded
 
 

@@ -71,6 +71,11 @@ NO_REMARKS = {  # of utils.data.examples.Examples, for rows that no file has
 }
 OLDER = {  # of single tests only
     "falcon": ("falcon", {}),  # its blocks return tuples
+    # a second table, of a vector for each token and layer
+    "gemma4_text": (
+        "gemma4_text",
+        {"head_dim": 16, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 8192},
+    ),
     "gpt_oss": ("gpt_oss", {"head_dim": 16, "sliding_window": 8, "num_experts_per_tok": 2}),
 }
 

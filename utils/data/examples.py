@@ -204,11 +204,12 @@ def longest_row(seq_len: int, packing: bool, multiple: int, *parts: Examples | N
     return min(seq_len, math.ceil(longest / multiple) * multiple)
 
 
-def check_positions(model: nn.Module, *parts: Examples | None) -> None:
+def check_positions(model: nn.Module, *parts: Examples | None, longest: int = 0) -> None:
     """Refuse rows that are longer than a table of learned positions. Warn of rows that are longer than the
     model's rotary positions were trained for.
 
-    In a pack the positions of each document begin at 0, so the longest row decides.
+    In a pack the positions of each document begin at 0, so the longest row decides. longest: its tokens, if
+    rows are not those of the parts.
     """
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or 0
@@ -216,8 +217,8 @@ def check_positions(model: nn.Module, *parts: Examples | None) -> None:
     if not positions or rope.get("rope_type", "default") not in ("default", "llama3"):
         return
     part = max(filter(None, parts), key=lambda part: part.lengths.max())
-    longest = int(part.lengths.max())
-    where = part[int(part.lengths.argmax())].where
+    where = "a row" if longest else part[int(part.lengths.argmax())].where
+    longest = longest or int(part.lengths.max())
     lengths = f"{where} has {longest:,} tokens, and the model {positions:,} positions"
     tables = [name for name, _ in model.named_parameters() if re.search("wpe|pos(?!t)", name)]
     check(

@@ -149,15 +149,10 @@ class StreamBatches(PackedBatches):
             return super().batch([[row] for row in rows])
         return GlobalBatches.batch(self, rows)
 
-    @property
-    def lengths(self) -> Tensor:
-        """(1,) int64: tokens of the longest text in a row. Positions begin at 0 in each text."""
+    def longest(self) -> int:
+        """Tokens of the longest text in a row. Positions begin at 0 in each text."""
         longest = self.examples.lengths.max() if self.document_mask else self.size
-        return torch.tensor([min(longest, self.size)])
-
-    def __getitem__(self, _: int) -> Example:
-        """Stands for the longest text in check_positions, which reads only its name."""
-        return Example(torch.empty(0), torch.empty(0), "the longest text of a row")
+        return min(int(longest), self.size)
 
     def steps(self, tokens: int, epochs: int) -> int:
         """The number of optimizer steps for so many predicted tokens, or, if tokens is 0, so many epochs."""

@@ -80,6 +80,7 @@ def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
         is_lookup = isinstance(embedding, nn.Embedding) and len(list(embedding.parameters())) == 1
         found.append(Unit([embedding], dtype, unshard_in_backward=not is_lookup))
         found.append(Unit([head], torch.float32 if head in in_fp32 else dtype, **head_options))
+    found += [Unit([table], dtype, unshard_in_backward=False) for table in further_tables(model)]
     taken = {module for unit in found for module in nn.ModuleList(unit.modules).modules()}
     outside = [module for module in in_fp32 if module not in taken]
     if outside:
@@ -133,15 +134,13 @@ def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
     """
     dtypes = dtypes_as_loaded(model, dtype)
     kept = {
-        name
-        for name, _ in model.named_parameters()
-        if dtypes.get(plain_name(name)) == torch.float32
+        p for name, p in model.named_parameters() if dtypes.get(plain_name(name)) == torch.float32
     }
     found = []
     inside = set()
-    for path, module in model.named_modules():
-        names = {f"{path}.{name}" for name, _ in module.named_parameters()}
-        if names and names <= kept and module not in inside:
+    for module in model.modules():
+        own = {*module.parameters()}
+        if own and own <= kept and module not in inside:
             found.append(module)
             inside.update(module.modules())
     return found
@@ -224,6 +223,14 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     lists = [m for m in language_model(model).modules() if isinstance(m, nn.ModuleList)]
     check(any(lists), f"{type(model).__name__} has no layers to shard by")
     return max(lists, key=numel)
+
+
+def further_tables(model: nn.Module) -> list[nn.Module]:
+    """Large embeddings beside that of the input: in Gemma 3n and 4 one has a vector for each token and layer,
+    40 % of the parameters of Gemma 4 E2B.
+    """
+    table = getattr(language_model(model), "embed_tokens_per_layer", None)
+    return [table] if isinstance(table, nn.Embedding) else []
 
 
 def tower_layers(model: nn.Module) -> list[nn.Module]:

@@ -15,7 +15,6 @@ from .need import (
     estimate_states,
     must_bytes,
     planned_model,
-    share_numel,
     sum_of,
     units_of,
 )
@@ -59,14 +58,14 @@ def estimate_generation(
         # Scores and probabilities of all heads, in `dtype` and in fp32.
         activations += 8 * heads * rows * prompt_tokens**2
     layer_cache = 2 * rows * (prompt_tokens + new_tokens) * key_width * itemsize
-    root, embedding, blocks, head, towers = units_of(
+    root, tables, blocks, head, towers = units_of(
         model, Setting(config, dtype, dtype, prompt_tokens, shards, pictures=pictures)
     )
     # One block is in use while the next one arrives.
     moving = 2 * max(unit.gathered for unit in [*blocks, *towers])
-    # Before the blocks: the embedding and its all-gather buffer, but no activations.
-    moving = max(moving, 2 * embedding.gathered - activations)
-    gathered = root.gathered + (head or embedding).gathered + moving
+    # Before the blocks: the tables and their all-gather buffers, but no activations.
+    moving = max(moving, 2 * sum(table.gathered for table in tables) - activations)
+    gathered = root.gathered + (head or tables[0]).gathered + moving
     return {
         "weights": estimate_states(model, shards).weights,
         "gathered": gathered,
@@ -93,11 +92,6 @@ def plan_generation(parts: dict[str, int], world: World, force: bool) -> None:
         f" {parts[part] / GIB:.2f} GiB; there is {room.text}"
         " (fix: a smaller --batch_size or --max_new_tokens, or more ranks; or --force to try)",
     )
-
-
-def share_bytes(model: nn.Module, shards: int, dtype: torch.dtype) -> int:
-    """Bytes of a rank's shards of a model that does not train, stored in `dtype`."""
-    return sum(share_numel(p, shards) for p in model.parameters()) * dtype.itemsize
 
 
 def plan_rollout(
@@ -132,8 +126,8 @@ def plan_rollout(
         parts["optimizer"] = states.optimizer
     if setting.cpu_offload and setting.gpu:  # both are on the host
         parts |= {"weights": 0, "optimizer": 0}
-    root, embedding, blocks, head, _ = units_of(model, setting)
-    gathered = sum(unit.gathered for unit in (root, embedding, *blocks, head) if unit)
+    root, tables, blocks, head, _ = units_of(model, setting)
+    gathered = sum(unit.gathered for unit in (root, *tables, *blocks, head) if unit)
     for size in (gathered, parts["gathered"]):
         parts["gathered"] = size
         alive = sum(parts.values())

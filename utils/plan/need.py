@@ -94,10 +94,6 @@ class States:
     gradients: int
     optimizer: int
 
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
-
 
 @dataclass(frozen=True)
 class Peak:
@@ -213,8 +209,9 @@ class Unit:
 
 def units_of(
     model: nn.Module, setting: Setting
-) -> tuple[Unit, Unit, list[Unit], Unit | None, list[Unit]]:
-    """(the root, the embedding, the blocks, the head, the layers of towers), as sharding.units forms them.
+) -> tuple[Unit, list[Unit], list[Unit], Unit | None, list[Unit]]:
+    """(the root, the embedding and further tables, the blocks, the head, the layers of towers), as
+    sharding.units forms them.
     The root has all other parameters. A tied head shares the embedding's unit, and is None here.
     """
     layers = sharding.decoder_layers(model)
@@ -252,12 +249,13 @@ def units_of(
                 unit.last = 0 if alone else grads
         return unit
 
-    in_units = {*nn.ModuleList([embedding, head, *layers, *towers]).parameters()}
     is_tied = embedding.weight is head.weight
-    first = nn.ModuleList([embedding, head]) if is_tied else embedding
+    tables = [nn.ModuleList([embedding, head]) if is_tied else embedding]
+    tables += sharding.further_tables(model)
+    in_units = {*nn.ModuleList([*tables, head, *layers, *towers]).parameters()}
     return (
         unit_of(p for p in model.parameters() if p not in in_units),
-        unit_of(first.parameters()),
+        [unit_of(table.parameters()) for table in tables],
         [unit_of(layer.parameters()) for layer in layers],
         None if is_tied else unit_of(head.parameters()),
         [unit_of(layer.parameters()) for layer in towers],
@@ -396,14 +394,14 @@ class Replay:
 
 def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     """A forward with head and loss. trace: None for a few tokens, whose activations are negligible."""
-    root, embedding, blocks, head, towers = units
+    root, tables, blocks, head, towers = units
     reshards = replay.setting.reshard_after_forward
-    replay.unshard(root, forward=True)
-    replay.unshard(embedding, forward=True)
+    for unit in (root, *tables):
+        replay.unshard(unit, forward=True)
     if trace:
         replay.compute(trace.embedding)
-    if head and reshards:
-        replay.reshard(embedding)
+    for table in tables[head is None :] if reshards else ():  # a tied embedding is the head too
+        replay.reshard(table)
     if trace and trace.pictures:
         trace.pictures.forward(replay, towers)
     for k, unit in enumerate(blocks):
@@ -428,7 +426,8 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     units: from units_of, for a setting with the same shards, dtype and offload.
     """
     replay = Replay(states, setting)
-    root, embedding, blocks, head, towers = units
+    root, tables, blocks, head, towers = units
+    embedding = tables[0]
     if trace.pictures:
         replay.add("pictures", trace.pictures.bytes)
     micro_batches = min(setting.grad_accum + setting.separates, 3)  # the others are like the second
@@ -451,8 +450,8 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
         if trace.pictures:
             trace.pictures.backward(replay, towers, sync)
         replay.compute(trace.embedding_back, embedding.grads if head else 0)
-        replay.reduce(root, sync)
-        replay.reduce(embedding, sync)
+        for unit in (root, *tables):
+            replay.reduce(unit, sync)
         replay.free("reduced")
         replay.free("activations")
         replay.free("all-reduced", stream=REDUCE)
@@ -614,7 +613,7 @@ def need_of(setting: Setting) -> Need:
     on_device = States(0, 0, 0) if setting.cpu_offload else states
     steady = on_device.weights + on_device.optimizer
     load = on_device.weights + LOAD_BYTES
-    train = (peak or on_device).total
+    train = peak.total if peak else steady + on_device.gradients
     save = steady
     if on_host:
         load += stored_bytes
