@@ -20,7 +20,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -243,7 +243,7 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
         partner = next(piece_of[name] for name in pair if name in piece_of)
         for name in pair:
             if name not in piece_of:
-                untied.append(replace(partner, name=name, param=name))
+                untied.append(partner._replace(name=name, param=name))
     return Merge(pieces, copies, layers, untied)
 
 

@@ -726,7 +726,7 @@ def main(cfg: Config) -> Path:
 def evaluate(asked: list, draw, reward, sampling) -> dict[str, float]:
     """The mean rewards of the likeliest completion of each held-out prompt. All learners call it."""
     keys = [(i,) for i in range(len(asked))]
-    completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
+    completions = draw([q.ids for q in asked], keys, sampling._replace(temperature=0.0))
     return reward_means(reward(asked, completions, group_size=1), "eval_")
 
 

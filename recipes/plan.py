@@ -290,7 +290,7 @@ def main(cfg: Config) -> dict:
         "settings": asdict(cfg),
         "parameters": sum(p.numel() for p in planned_model(whole).parameters()),
         "states": asdict(need.states),
-        "peak": need.peak and {**asdict(need.peak), "total": need.peak.total},
+        "peak": need.peak and {**need.peak._asdict(), "total": need.peak.total},
         "why": need.why,
         "gpu_bytes": need.device,
         "comfortable_bytes": need.comfortable,
@@ -443,15 +443,14 @@ def steps_between(trace: Callable[..., Trace], batch: int, seq_len: int, first: 
     For families that loop over the tokens of a row (linear attention), so that more tokens need more tensors.
     """
     scaled = cache(partial(grown, sizes=((ROWS, batch),)))
-    without_pictures = {"pictures": ()}
     short, long = (
-        vars(trace(ROWS, tokens, scaled)) | without_pictures for tokens in (first, 2 * first)
+        trace(ROWS, tokens, scaled)._replace(pictures=()) for tokens in (first, 2 * first)
     )
 
     def on_line(of_short: int, of_long: int) -> int:
         return round(of_short + (of_long - of_short) * (seq_len / first - 1))
 
-    return Trace(**tree_map(on_line, short, long))
+    return tree_map(on_line, short, long)
 
 
 def grown(size: int, sizes: tuple[tuple[int, int], ...]) -> int:

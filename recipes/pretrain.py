@@ -232,7 +232,7 @@ def main(cfg: Config) -> Path:
             attn = settle_attention(model, cfg.attn, world.device, dtype)
         if cfg.init == "random":
             weights, rules = plan_weights(model, stored_dtype)
-            source = replace(source, weights=weights)
+            source = source._replace(weights=weights)
         pieces = plan_pieces(model, source.weights, source.folder)
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
     fitted = {}

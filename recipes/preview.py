@@ -320,7 +320,7 @@ def main(cfg: Config) -> bool:
     if kind == "pictures":
         adapters = " by adapters" if lora else ""
         print0(f"train     {train}{adapters}; pictures of {source.config.model_type}")
-    print0(f"ranks     {mesh_sentence(replace(world, size=ranks), axes)}")
+    print0(f"ranks     {mesh_sentence(world._replace(size=ranks), axes)}")
     unit = "packs" if cfg.loss and cfg.packing else examples.unit
     text = f"{cfg.batch_size} {unit} x {ranks} ranks x {micro_batches} micro-batches"
     print0(

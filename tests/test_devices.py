@@ -6,7 +6,6 @@ python -m pytest tests/test_devices.py
 import os
 import pkgutil
 import re
-from dataclasses import replace
 from typing import NamedTuple
 
 import eval as evaluate
@@ -271,13 +270,13 @@ def test_the_cores_are_shared_by_the_ranks_of_a_machine_but_for_who_set_their_nu
     count = cores()
     try:
         torch.set_num_threads(1)
-        use_all_cores(replace(ALONE, local_size=1))
+        use_all_cores(ALONE._replace(local_size=1))
         assert torch.get_num_threads() == count
         torch.set_num_threads(1)
-        use_all_cores(replace(ALONE, local_size=2 * count))
+        use_all_cores(ALONE._replace(local_size=2 * count))
         assert torch.get_num_threads() == 1
         torch.set_num_threads(3)
-        use_all_cores(replace(ALONE, local_size=1))
+        use_all_cores(ALONE._replace(local_size=1))
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

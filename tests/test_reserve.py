@@ -79,12 +79,12 @@ def test_comfortable_covers_what_published_runs_with_expandable_segments_reserve
 
 def test_there_are_four_answers_on_a_gpu_and_two_on_a_cpu():
     setting = of_llama()
-    need = replace(need_of(setting), device=100, comfortable=120)
+    need = need_of(setting)._replace(device=100, comfortable=120)
     sizes = (99, 100, 103, 104, 119, 120)
     answers = [answer_of(setting, need, Room(size, PLENTY, "")) for size in sizes]
     assert answers == [TOO_LARGE, MAYBE, MAYBE, TIGHT, TIGHT, FITS]
     alone = replace(setting, gpu=False)
-    need = replace(need, comfortable=100)
+    need = need._replace(comfortable=100)
     answers = [answer_of(alone, need, Room(size, PLENTY, "")) for size in (99, 100)]
     assert answers == [TOO_LARGE, FITS]
 
@@ -128,7 +128,7 @@ def test_too_little_host_memory_is_no_tight_fit():
 
 def test_the_plan_says_both_figures_and_the_answer_on_a_gpu_and_on_a_cpu_one():
     setting = of_llama()
-    need = replace(need_of(setting), device=3 * GIB, comfortable=4 * GIB, host=GIB)
+    need = need_of(setting)._replace(device=3 * GIB, comfortable=4 * GIB, host=GIB)
     little = Room(3.5 * GIB, PLENTY, "little")
     assert room_sentence(setting, need, little, answer_of(setting, need, little)) == (
         "room      3.00 GiB a rank must be there, 4.00 GiB is comfortable, 2.00 GiB of host; there is little"

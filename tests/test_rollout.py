@@ -31,7 +31,7 @@ from utils.train.rollout import Sampling, draw_tokens, gathered, generate, rando
 V = 1003
 ENDS = frozenset(range(3, V, 8))  # so that completions have many lengths
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.7, end_ids=ENDS, pad_id=0, batch_size=4)
-ONE_BY_ONE = Sampling(**vars(SAMPLING) | {"batch_size": 1})
+ONE_BY_ONE = SAMPLING._replace(batch_size=1)
 # Sliding windows, soft caps, a router loss, learned positions, one cache of states and one with both.
 KINDS = ["llama", "qwen2", "gemma2", "mixtral", "qwen3_moe", "gpt2", "mamba", "lfm2", "jamba"]
 
@@ -107,7 +107,7 @@ def test_log_probs_are_those_that_the_learner_computes(kind):
 def test_temperature_0_is_the_greedy_answer_of_transformers(kind):
     model = model_of(kind)
     prompts, keys = asked(5, vocabulary_of(model))  # a batch of four, and one alone
-    sampling = Sampling(**vars(SAMPLING) | {"temperature": 0.0})
+    sampling = SAMPLING._replace(temperature=0.0)
     found = generate(model, prompts, keys, sampling, ALONE)
     for number, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
@@ -138,7 +138,7 @@ def test_completions_follow_from_their_keys():
     swapped = generate(model, prompts, [keys[1], keys[0], *keys[2:]], SAMPLING, ALONE)
     assert swapped[0].ids != found[0].ids
     assert [swapped[i].ids for i in (2, 3)] == [found[i].ids for i in (2, 3)]
-    longer = Sampling(**vars(SAMPLING) | {"max_new_tokens": 20})
+    longer = SAMPLING._replace(max_new_tokens=20)
     for number, one in generate(model, prompts, keys, longer, ALONE).items():
         assert one.ids[:12] == found[number].ids
 

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -847,7 +846,7 @@ def readings_of_memory(world):
     original = fit.host_memory
     fit.host_memory = lambda: (2**30 * (1 + world.rank), 2**34 - world.rank)
     try:
-        return available_room(replace(world, device=torch.device("cpu")))
+        return available_room(world._replace(device=torch.device("cpu")))
     finally:
         fit.host_memory = original
 

@@ -6,7 +6,6 @@ python -m pytest tests/test_weight_sync.py
 
 import time
 import weakref
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -446,12 +445,12 @@ def wait_for(world, kind):
             timeouts.append(timeout.total_seconds())
 
     weight = Weight("w", torch.Size([1]), torch.float32, [slice(0, 1)] * 2)
-    joint = replace(world, device=torch.device(kind))
+    joint = world._replace(device=torch.device(kind))
     group = SimpleNamespace(_get_backend=lambda device: dist.group.WORLD._get_backend(world.device))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "batch_isend_irecv", lambda transfers: [Transfer()] * len(transfers))
         patch.setattr(dist, "P2POp", lambda *args, **kwargs: None)
-        move_rows(dist.isend, torch.zeros(1), weight, [1 - world.rank], replace(joint, group=group))
+        move_rows(dist.isend, torch.zeros(1), weight, [1 - world.rank], joint._replace(group=group))
     return timeouts
 
 

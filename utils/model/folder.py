@@ -12,8 +12,8 @@ import math
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -52,8 +52,7 @@ NOT_CAUSAL = {  # by reason
 }
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """What a safetensors header says about one tensor; its bytes start at `begin` of the file, row-major."""
 
     file: Path | None  # None: it is in no file
@@ -98,8 +97,7 @@ def tokenizer_of(adapter: str) -> str:
     return adapter if Path(adapter, "tokenizer_config.json").exists() else ""
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A model folder whose config and headers have been read, but not its weights."""
 
     folder: Path  # for a shape, see init.py, its file

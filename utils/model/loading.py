@@ -13,11 +13,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -44,8 +43,7 @@ from .sharding import family_of
 Box = tuple[slice, ...]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The tensor `name` of a checkpoint is a box of the parameter `param`: from `at`, of shape `shape`.
 
     `shape` is info.shape, with leading 1s where the parameter has more dims: an expert of a fused (E, 2I, D).
@@ -66,8 +64,7 @@ def whole(name: str, tensor: Tensor, param: str = "") -> Piece:
     return Piece(name, info, param or name, (0,) * tensor.ndim, info.shape)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a tensor goes: bytes [begin, end) of a file."""
 
     file: str

@@ -14,7 +14,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import bitsandbytes.functional as bnb
@@ -109,7 +108,7 @@ class QuantizedLinear(nn.Module):
         read(first, into) reads elements of the piece in full precision.
         """
         # The codes of a row may have another width than its weights.
-        of_codes = replace(piece, shape=(*piece.shape[:-1], self.weight.shape[-1]))
+        of_codes = piece._replace(shape=(*piece.shape[:-1], self.weight.shape[-1]))
         boxes = local_box(self.weight, of_codes)
         if not boxes:
             return

@@ -5,9 +5,9 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 import re
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ PROJECTOR = re.compile(r"projector|connector|merger|resampler|abstractor|aligner
 ADAPTED = ".base_layer .original_module .modules_to_save.default _codes.weight".split()
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """Modules whose parameters FSDP2 gathers in one collective: what fully_shard takes."""
 
     modules: list[nn.Module]

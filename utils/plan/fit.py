@@ -160,7 +160,7 @@ def plan_memory(
         "acts": need.acts,
     }
     if need.peak:
-        facts |= asdict(need.peak) | {"peak_bytes": need.peak.total}
+        facts |= need.peak._asdict() | {"peak_bytes": need.peak.total}
     return MemoryPlan("\n".join(lines), chosen, facts, base)
 
 

@@ -95,8 +95,7 @@ class States:
     optimizer: int
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """The peak of live bytes on the fullest rank: the phase of the step, and bytes by part.
 
     pools: the peak bytes of each CUDA stream's pool, each at its own time. A caching allocator
@@ -491,8 +490,7 @@ HOST_SLACK = 1.6
 HOST_BYTES = 256 * MIB
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """What a rank needs. peak: None if the model cannot be traced, for the reason `why`. device: bytes that
     must be available. host: bytes on the host. acts: peak bytes on the device by act, without a reserve.
     """
@@ -563,6 +561,7 @@ def trace_of(setting: Setting) -> Trace:
             setting.repeats_keys,
             setting.activation_offload,
             setting.pictures,
+            setting.gpu,
         )(scaled=scaled)
 
     shape = (setting.batch_size, setting.seq_len)
@@ -571,7 +570,7 @@ def trace_of(setting: Setting) -> Trace:
         _, before = setting.pictures.trace(
             planned_model(setting), setting.dtype, *shape, setting.activation_checkpointing
         )
-        trace = replace(trace, pictures=before)
+        trace = trace._replace(pictures=before)
     return trace
 
 

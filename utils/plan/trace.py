@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -40,8 +39,7 @@ class Segment(NamedTuple):
     rest: int  # those that remain at its end
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """The segments of a step with one micro-batch on one rank, in order. Blocks of one kind are alike."""
 
     kinds: list[int]  # the kind of each block
@@ -82,7 +80,7 @@ class LiveBytes(TorchDispatchMode):
                 value.bfloat16() if getattr(value, "dtype", None) == dtype else value
                 for value in args
             ]
-        if func is aten.add.Tensor and args[0].shape == self.table_shape:
+        if func is aten.add.Tensor and tensors_in(args)[0].shape == self.table_shape:
             func = aten.add_.Tensor  # autograd adds in place, but not within a mode
         result = func(*args, **kwargs or {})
         if is_grouped:
@@ -156,13 +154,14 @@ def record_step(
     repeats_keys: bool = False,
     offload: bool = False,
     pictures=None,
+    gpu: bool = False,
 ) -> Callable[..., Trace]:
     """Run a step on meta tensors. Returns a function that makes its Trace, with the argument `scaled`
     of trace_of_log.
 
     model: on meta, with adapters and chunked loss, as it will be sharded. masked: a mask keeps documents
     apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys: see
-    sharding.lacks_grouped_kernels. pictures: see pictures.Pictures.
+    sharding.lacks_grouped_kernels. pictures: see pictures.Pictures. gpu: see attention_on_meta.
     """
     kinds, firsts = kinds_of(model)
     repeats = [layer for layer in decoder_layers(model) if layer not in firsts]
@@ -186,7 +185,7 @@ def record_step(
                 )
         if pictures:
             live, traced = pictures.trace(model, dtype, batch, seq_len, recompute)
-        enter(on_meta())
+        enter(on_meta(gpu))
         enter(parameters_in(dtype, model, repeats))
         for layer in repeats:
             enter(patch.object(layer, "forward", partial(pass_over, live)))
@@ -224,13 +223,13 @@ def record_step(
 
 
 @contextmanager
-def on_meta() -> Iterator[None]:
-    """Within it new tensors are on meta, attention is a CPU's, transformers asks for no values, and no kernel
-    of Triton is launched.
+def on_meta(gpu: bool = False) -> Iterator[None]:
+    """Within it new tensors are on meta, attention is that of a CPU or a GPU, transformers asks for no
+    values, and no kernel of Triton is launched.
     """
     with (
         torch.device("meta"),
-        patch.object(F, "scaled_dot_product_attention", attention_on_meta),
+        patch.object(F, "scaled_dot_product_attention", partial(attention_on_meta, gpu=gpu)),
         patch.object(F, "rms_norm", norm_on_meta),
         patch.object(import_utils, "is_fake_tensor", attrgetter("is_meta")),
         # They write into tensors that are there already, such as those of flash-linear-attention.
@@ -247,16 +246,23 @@ def norm_on_meta(x, shape, weight=None, eps=None):
 
 
 def attention_on_meta(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, gpu=False, **options
 ) -> Tensor:
-    """F.scaled_dot_product_attention with the flash kernel where a CPU has it. On meta there is none."""
-    heads_fit = query.shape[1] == key.shape[1] or "enable_gqa" in options
-    widths_fit = query.shape[-1] == value.shape[-1]
-    if dropout_p or getattr(attn_mask, "requires_grad", 0) or not (heads_fit and widths_fit):
+    """F.scaled_dot_product_attention with the flash kernel where a CPU has it. On meta there is none. A GPU
+    also has it with dropout, and a memory-efficient one for values of another width.
+    """
+    is_flash = query.shape[-1] == value.shape[-1]
+    heads_fit = query.shape[1] == key.shape[1] or is_flash and "enable_gqa" in options
+    on_cpu = not gpu and (dropout_p or not is_flash)
+    if on_cpu or getattr(attn_mask, "requires_grad", 0) or not heads_fit:
         return ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
     options.pop("enable_gqa", None)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, query.new_zeros(()), -math.inf)
+    if not is_flash:
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, is_causal=is_causal, **options
+        )[0]
     return aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options
     )[0]

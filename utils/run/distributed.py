@@ -10,11 +10,11 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from socket import gethostname as host_name
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 NVIDIA = Path("/dev/nvidia0")  # the first GPU, if its driver is loaded
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """This process's rank among `size` ranks, and the device on which it computes. local_rank and local_size
     count all processes of this machine, also if `group` has fewer.
     """

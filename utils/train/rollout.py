@@ -13,7 +13,6 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -36,8 +35,7 @@ from ..run.units import IGNORE, seed_of
 CACHES = "cache past_key_values cache_params".split()
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(NamedTuple):
     """How completions are sampled."""
 
     max_new_tokens: int
@@ -276,8 +274,7 @@ def token_means(sums: Tensor) -> dict[str, Tensor]:
 # results are appended to a file, so that a run that was killed can go on.
 
 
-@dataclass(frozen=True)
-class Asker:
+class Asker(NamedTuple):
     """Scores and completes with a model of add_chunked_loss. All ranks make the same calls, and all ranks get
     all results.
     """

@@ -3,7 +3,7 @@ weights; and shard it. For grpo.py: a reward model, for example from reward.py, 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -126,7 +126,7 @@ def open_trained(
             for name, parameter in built.named_parameters():
                 if parameter.requires_grad:  # the checkpoint has it
                     del rules[name]
-            source = replace(source, weights=weights)
+            source = source._replace(weights=weights)
         pieces = plan_pieces(built, source.weights, source.folder)
         trained = {name: run[name] for name in Lora().facts() if name in run}
         lora = Lora(**trained | {"adapter": adapter})

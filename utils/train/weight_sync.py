@@ -14,7 +14,6 @@ Between GPUs, NCCL moves the rows, over one communicator of all ranks.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -70,12 +69,12 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     )
     backend = BACKENDS[world.device.type]
     if world.device.type == "cuda":  # the default group is gloo
-        world = replace(world, group=dist.new_group(backend=backend))
+        world = world._replace(group=dist.new_group(backend=backend))
     group, _ = dist.new_subgroups_by_enumeration(
         [range(learners), range(learners, world.size)], backend=backend
     )
     set_timeout()  # torch gives new groups 30 minutes
-    own = replace(world, rank=group.rank(), size=group.size(), group=group)
+    own = world._replace(rank=group.rank(), size=group.size(), group=group)
     return Roles(world.rank < learners, own, world, learners)
 
 
