@@ -289,7 +289,7 @@ def main(cfg: Config) -> dict:
     plan = {
         "settings": asdict(cfg),
         "parameters": sum(p.numel() for p in planned_model(whole).parameters()),
-        "states": asdict(need.states),
+        "states": need.states._asdict(),
         "peak": need.peak and {**need.peak._asdict(), "total": need.peak.total},
         "why": need.why,
         "gpu_bytes": need.device,

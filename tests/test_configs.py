@@ -4,7 +4,6 @@ python -m pytest tests/test_configs.py
 """
 
 import re
-from dataclasses import asdict
 
 import finetune
 import grpo
@@ -84,7 +83,7 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
     setting = plan.setting_of(parse_cli(plan.Config, flags.split(), others=plan.OTHERS), config)
     need = need_of(setting)
     assert need.comfortable <= 0.98 * gib * GIB  # of 80 GiB, an H100 shows 79.6
-    host, states = need.host * processes / GIB, sum(asdict(need.states).values()) / GIB
+    host, states = need.host * processes / GIB, sum(need.states) / GIB
     wanted = f"{need.device / GIB:.1f} GiB per GPU must be there, {need.comfortable / GIB:.1f} is comfortable"
     wanted += f", {host:.0f} GiB of host; states are {states:.2f} GiB per GPU"
     assert re.search(r"Planned: +(.+) \(", header)[1] == wanted

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import weakref
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import ModuleType
@@ -113,7 +113,11 @@ def sizes(kind: str, wide=SIZES) -> dict:
 def few_layers(kind: str) -> dict:
     """A first, a middle and a last one: the tracker counts no more of others, and takes its time for each."""
     changed = sizes(kind)
-    if kind != "gemma3":  # only its sixth layer attends to everything
+    if kind not in (
+        "gemma3",
+        "gemma3n_text",
+        "gemma4_text",
+    ):  # their last layers are of other kinds
         for name in changed.keys() & {"num_hidden_layers", "n_layer"}:
             changed[name] = 3
     return changed
@@ -184,6 +188,7 @@ TURNED = [
     {**LORA, "kind": "mixtral", "quantization": "4bit", "activation_checkpointing": "selective"},
     {**LORA, "kind": "gemma4_text"},
     {"kind": "gemma4_text", "batch_size": 4},
+    {**LORA, "kind": "gemma3n_text"},
     {"scores": True},
     {"scores": True, "activation_checkpointing": "full"},
     {**LORA, "scores": True, "quantization": "8bit", "activation_checkpointing": "full"},
@@ -318,6 +323,13 @@ def test_attention_on_meta_saves_what_the_kernel_of_a_cpu_saves(key, value, mask
         with saved_tensors_hooks(keep, lambda kept: kept):
             attend(*given, **how, **levers)
     assert saved["meta"] == saved["cpu"] != []
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_take_the_keys_of_another_layer_can_be_traced(kind):
+    """As those of Gemma 3n and 4 E2B and E4B. Their plans counted states only, and no activations."""
+    need = need_of(Setting(tiny_config(kind), torch.float32, torch.bfloat16, 64))
+    assert need.peak, need.why
 
 
 @pytest.mark.parametrize(
@@ -622,7 +634,7 @@ def test_what_fit_chooses_keeps_method_precision_and_rows():
 
 def test_offloaded_states_are_on_the_host_and_rounded_as_pinned_memory_is():
     there, away = need_of(of_llama()), need_of(of_llama(cpu_offload=True))
-    states = sum(asdict(there.states).values())
+    states = sum(there.states)
     # weights and moments; gradients come after the peak
     assert away.device < there.device - states // 2
     assert there.host + states < away.host < there.host + 2 * states

@@ -69,12 +69,27 @@ NO_REMARKS = {  # of utils.data.examples.Examples, for rows that no file has
     "origins": (),
     "bad": (),
 }
+SHARED_KEYS = {
+    "head_dim": 16,
+    "hidden_size_per_layer_input": 64,
+    "vocab_size_per_layer_input": 8192,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 32,
+}
 OLDER = {  # of single tests only
     "falcon": ("falcon", {}),  # its blocks return tuples
-    # a second table, of a vector for each token and layer
-    "gemma4_text": (
-        "gemma4_text",
-        {"head_dim": 16, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 8192},
+    # A second table has a vector for each token and layer, and the last layers have no keys of their own.
+    "gemma4_text": ("gemma4_text", SHARED_KEYS),
+    "gemma3n_text": (
+        "gemma3n_text",
+        SHARED_KEYS
+        | {
+            "laurel_rank": 8,
+            "intermediate_size": [96] * 6,
+            "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 4,
+        },
     ),
     "gpt_oss": ("gpt_oss", {"head_dim": 16, "sliding_window": 8, "num_experts_per_tok": 2}),
 }

@@ -1,8 +1,8 @@
 """The memory plan of a run: what it needs and what this machine has; at its end also what was measured."""
 
 import math
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -48,8 +48,7 @@ def available_room(world: World) -> Room:
     )
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(NamedTuple):
     """What the act `plan` found: the lines to print, the flags that --fit chose, what plan.json keeps.
 
     base: bytes that measured peaks also include: on a CPU this process before the build, on a GPU WORKSPACES.
@@ -102,9 +101,7 @@ def compare_reserved(ranks: tuple[dict[str, int], ...], comfortable: int) -> dic
     return {"peak_reserved_bytes": reserved, "reserved_error": error}
 
 
-def plan_memory(
-    setting: Setting, world: World, fit: str = "", fitted: bool = False, force: bool = False
-) -> MemoryPlan:
+def plan_memory(setting: Setting, world: World, fit="", fitted=False, force=False) -> MemoryPlan:
     """Whether a training run fits, before anything is allocated.
 
     fit: "same" searches for settings that fit, "any" also for LoRA and a quantized base. fitted: an earlier
@@ -151,7 +148,7 @@ def plan_memory(
     reserved_peaks.clear()
     base = WORKSPACES if setting.gpu else memory_bytes()
     # for plan.json: bytes of the fullest rank
-    facts = asdict(need.states) | {
+    facts = need.states._asdict() | {
         "device_bytes": need.device,
         "host_bytes": need.host,
         "room_bytes": room.device,

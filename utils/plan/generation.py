@@ -146,4 +146,4 @@ def plan_rollout(
     if not generate_ranks:
         acts = plan.planned["acts"]
         acts["train"] = max(acts["train"], alive)
-    return gathers_once, replace(plan, text=f"{plan.text}\n{line}")
+    return gathers_once, plan._replace(text=f"{plan.text}\n{line}")

@@ -13,7 +13,7 @@ to wait for the device.
 
 from collections import Counter
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -86,8 +86,7 @@ class Setting:
 OF_MODEL = "config param_dtype dtype lora quant attn trust_remote_code gpu kind train".split()
 
 
-@dataclass(frozen=True)
-class States:
+class States(NamedTuple):
     """Bytes on one rank."""
 
     weights: int
@@ -156,7 +155,7 @@ def _planned_model(setting):
     return model if setting.kind == "scores" else add_chunked_loss(model)
 
 
-def estimate_states(model: nn.Module, shards: int, optimizer: str = "adamw") -> States:
+def estimate_states(model: nn.Module, shards: int, optimizer="adamw") -> States:
     """Bytes on the fullest rank when FSDP2 shards every parameter along dim 0 over `shards` ranks.
 
     They follow from the parameters' shapes and dtypes, so the model may be on meta, sharded or not. Rows are
@@ -507,7 +506,7 @@ class Need(NamedTuple):
         """The line that the plan prints."""
         if not self.peak:
             return (
-                f"memory    {sum_of(asdict(self.states))} on the fullest rank (states only, no activations,"
+                f"memory    {sum_of(self.states._asdict())} on the fullest rank (states only, no activations,"
                 f" no gathered layers); {self.why}"
             )
         text = f"memory    {sum_of(self.peak.parts)} on the fullest rank, in the {self.peak.phase}"
@@ -543,7 +542,7 @@ def sizes_of(setting: Setting) -> tuple[States, tuple, int]:
         pinned_bytes(share_numel(p, setting.shards) * p.element_size()) * (1 + p.requires_grad)
         for p in model.parameters()
     )
-    states = replace(states, weights=states.weights + setting.frozen_bytes)
+    states = states._replace(weights=states.weights + setting.frozen_bytes)
     return states, units_of(model, setting), offloaded_bytes
 
 
@@ -598,7 +597,7 @@ def need_of(setting: Setting) -> Need:
     if setting.gpu and not setting.cpu_offload and "paged" in setting.optimizer:
         # The driver moves the moments to the host if it must, and torch does not count them.
         paged_bytes = states.optimizer
-        states = replace(states, optimizer=0)
+        states = states._replace(optimizer=0)
     try:
         trace = trace_of(setting)
         peak = step_peak(units, states, setting, trace)

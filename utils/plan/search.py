@@ -117,9 +117,7 @@ def methods(setting: Setting) -> list[Setting]:
     return list(settings)
 
 
-def fastest(
-    setting: Setting, room: Room, any_method: bool = False, may_offload: bool = True
-) -> Setting | None:
+def fastest(setting: Setting, room: Room, any_method=False, may_offload=True) -> Setting | None:
     """The fastest setting that fits, of the first method for which any setting fits."""
     for method in methods(setting) if any_method else [setting]:
         candidates = (way for way in ways(method) if may_offload or not way.cpu_offload)

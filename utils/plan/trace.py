@@ -149,12 +149,12 @@ def record_step(
     dtype: torch.dtype,
     batch: int,
     seq_len: int,
-    masked: bool = False,
-    recompute: str = "none",
-    repeats_keys: bool = False,
-    offload: bool = False,
+    masked=False,
+    recompute="none",
+    repeats_keys=False,
+    offload=False,
     pictures=None,
-    gpu: bool = False,
+    gpu=False,
 ) -> Callable[..., Trace]:
     """Run a step on meta tensors. Returns a function that makes its Trace, with the argument `scaled`
     of trace_of_log.
@@ -223,7 +223,7 @@ def record_step(
 
 
 @contextmanager
-def on_meta(gpu: bool = False) -> Iterator[None]:
+def on_meta(gpu=False) -> Iterator[None]:
     """Within it new tensors are on meta, attention is that of a CPU or a GPU, transformers asks for no
     values, and no kernel of Triton is launched.
     """
@@ -231,6 +231,7 @@ def on_meta(gpu: bool = False) -> Iterator[None]:
         torch.device("meta"),
         patch.object(F, "scaled_dot_product_attention", partial(attention_on_meta, gpu=gpu)),
         patch.object(F, "rms_norm", norm_on_meta),
+        patch.object(torch.distributions.Distribution, "_validate_args", False),  # Gemma 3n
         patch.object(import_utils, "is_fake_tensor", attrgetter("is_meta")),
         # They write into tensors that are there already, such as those of flash-linear-attention.
         patch("triton.runtime.jit.KernelInterface.__getitem__", lambda *_: lambda *_, **__: None)
@@ -280,7 +281,9 @@ def kinds_of(model: nn.Module) -> tuple[list[int], list[nn.Module]]:
     firsts = {}
     for i, layer in enumerate(decoder_layers(model)):
         shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
-        key = type(layer), types and types[i], shapes, embedding_is_frozen and i == 0
+        # Its keys and values are those of later layers too (Gemma 3n and 4).
+        is_shared = getattr(getattr(layer, "self_attn", None), "store_full_length_kv", False)
+        key = type(layer), types and types[i], shapes, is_shared, embedding_is_frozen and i == 0
         firsts.setdefault(key, layer)
         kinds.append([*firsts].index(key))
     return kinds, [*firsts.values()]
