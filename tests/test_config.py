@@ -708,6 +708,20 @@ def test_each_flag_of_the_llama_recipes_table_works_or_is_answered(capsys):
             assert name == "optimizer" or capsys.readouterr().out.startswith(f"--{name}")
 
 
+def test_each_setting_of_llama_recipes_has_an_answer():
+    """Those of its train_config, fsdp_config, lora_config and wandb_config that are not ours."""
+    settings = """model_name tokenizer_name enable_fsdp run_validation batch_size_training batching_strategy
+        context_length gradient_accumulation_steps gradient_clipping gradient_clipping_threshold num_epochs
+        max_train_step max_eval_step num_workers_dataloader gamma use_fp16 mixed_precision val_batch_size
+        peft_method use_peft from_peft_checkpoint freeze_layers num_freeze_layers freeze_LLM_only one_gpu
+        dist_checkpoint_root_folder dist_checkpoint_folder save_optimizer use_fast_kernels use_wandb
+        save_metrics flop_counter flop_counter_start use_profiler profiler_dir sharding_strategy hsdp
+        sharding_group_size replica_group_size checkpoint_type fsdp_activation_checkpointing
+        fsdp_cpu_offload pure_bf16 r target_modules bias task_type inference_mode project entity job_type
+        tags group notes mode""".split()
+    assert {*settings} <= foreign_flags.TABLES["llama_recipes"].keys()
+
+
 def test_a_copy_without_the_table_still_refuses_unknown_flags(monkeypatch):
     monkeypatch.setitem(sys.modules, foreign_flags.__name__, None)  # as if it were not here
     with pytest.raises(ConfigError, match="unknown flag --model_name"):
