@@ -10,7 +10,7 @@ WORKERS ?= 2
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 help:           ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1  /p' Makefile | awk '{ name = $$1; $$1 = ""; printf "make %-10s%s\n", name, $$0 }'
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1  /p' Makefile | awk '{ name = $$1; $$1 = ""; printf "make %-12s%s\n", name, $$0 }'
 
 setup: $(READY) ## .venv with requirements.txt and what the tests need
 

@@ -466,7 +466,9 @@ def main(cfg: Config) -> Path:
         loaders = {loader: steps}  # loader -> the number of its global batches
         if held_out:
             loaders[eval_loader] = eval_loader.per_epoch
-        adapter = Path(cfg.adapter, "adapter_model.safetensors").read_bytes() if lora else b""
+        adapter = (
+            Path(cfg.adapter, "adapter_model.safetensors").read_bytes() if cfg.adapter else b""
+        )
         model_facts = run_facts(source.config, source.weights, hashlib.sha256(adapter).hexdigest())
         dtypes = {"dtype": cfg.dtype, "param_dtype": cfg.param_dtype}
         reference.score(loaders, model_facts | lora.facts() | asdict(quant) | dtypes)

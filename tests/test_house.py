@@ -333,6 +333,12 @@ def test_each_folder_has_a_readme_and_the_first_one_is_short(folder):
         assert text.count("\n") < 250
 
 
+def test_make_lists_each_target_that_has_a_text():
+    targets = re.findall(r"^([^\s:]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.findall(r"^make (\S+) ", shown.stdout, re.M) == targets
+
+
 def test_the_tour_names_every_file():
     text = (UTILS / "README.md").read_text()
     missing = [

@@ -7,7 +7,11 @@ import json
 import os
 import re
 import shutil
+import sys
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from textwrap import dedent, indent
 
 import prefer
 import preview
@@ -18,7 +22,7 @@ from launch import forked
 from metrics import read_metrics
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import QUOTED
+from shell import QUOTED, ROOT
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM
 
@@ -383,6 +387,41 @@ def test_a_preview_shows_both_answers_and_the_plan_of_the_run(files, tmp_path):
             for text in (seen.stdout, run.stdout)
         ]
         assert lines[0] == lines[1]
+
+
+def train_copy(world, path, flags, cache):
+    """Run a changed copy of the recipe."""
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    spec = spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = copy = module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    copy.main(copy.Config(**flags))
+
+
+@slow
+def test_another_model_can_be_the_reference_of_new_adapters_as_the_tour_of_utils_says(
+    alone, files, tmp_path
+):
+    tour = (ROOT / "utils" / "README.md").read_text()
+    block = re.search(r"  ```python\n(  other = open_model.*?)  ```", tour, re.S)[1]
+    code = indent(dedent(block), "    ")
+    recipe = Path(prefer.__file__).read_text()
+    for old, new in {
+        "    reference = Reference(model, world)": f"{code}    reference = Reference(twin, world)",
+        " and (cfg.adapter or not lora)": "",
+        "run_facts(source.config, source.weights, hash": "run_facts(other.config, other.weights, hash",
+        "@dataclass\n": "from utils.train.trained_run import frozen_copy\n\n@dataclass\n",
+    }.items():
+        assert recipe.count(old) == 1
+        recipe = recipe.replace(old, new)
+    (tmp_path / "prefer_copy.py").write_text(recipe.replace("FOLDER, world", "cfg.model, world"))
+    flags = RUN | files | {"loss": "dpo", "lora_rank": 4, "batch_size": 6}
+    flags["output_dir"] = str(tmp_path / "out")
+    run_ranks(train_copy, 1, tmp_path / "prefer_copy.py", flags, tmp_path / "cache")
+    _, (expected, _) = alone(loss="dpo", lora_rank=4)
+    found = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    losses = [[row["loss"] for row in rows] for rows in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_reference_that_cannot_be_kept_is_used_all_the_same(files, tmp_path):
