@@ -146,6 +146,10 @@ def test_what_is_for_sounds_is_frozen_with_the_tower_and_a_text_run_freezes_the_
     assert all(
         p.requires_grad for p in build_model(tiny_config("llama"), torch.float32).parameters()
     )
+    scores = build_model(CONFIG_MAPPING["gemma3"](num_labels=1), torch.bfloat16, kind="scores")
+    trained = {name for name, p in scores.named_parameters() if p.requires_grad}
+    assert "score.weight" in trained
+    assert not any("vision_tower" in name for name in trained)
 
 
 def test_neither_layers_of_towers_nor_large_tables_are_in_the_roots_unit():

@@ -222,8 +222,8 @@ def build_model(
 
     attn: sdpa, flash_attention_2, eager; auto: what transformers chooses, or `sinks`. read_from: a
     folder whose weights transformers reads at once (`--low_cpu_fsdp false`); the model is then not on meta.
-    kind: a key of KINDS; "text" freezes a vision tower; "scores" is a sequence classifier with `score` as its
-    head, of config.num_labels rows. Raises ConfigError if the model cannot be built.
+    kind: a key of KINDS; all but "pictures" freeze a vision tower; "scores" is a sequence classifier with
+    `score` as its head, of config.num_labels rows. Raises ConfigError if the model cannot be built.
     """
     check_kind(config, kind)
     auto_class = KINDS[kind]
@@ -255,7 +255,7 @@ def build_model(
             f"--model: the classifier of {config.model_type} has no layer `score` (fix: another --model)",
         )
         model.get_output_embeddings = lambda: model.score
-    elif kind == "text":  # no text reaches the vision tower, if there is one
+    if kind != "pictures":  # no text reaches the vision tower, if there is one
         tower = model.get_encoder("image") or model
         tower.requires_grad_(tower is model)
     return model
