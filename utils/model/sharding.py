@@ -225,8 +225,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def further_tables(model: nn.Module) -> list[nn.Module]:
-    """Large embeddings beside that of the input: in Gemma 3n and 4 one has a vector for each token and layer,
-    40 % of the parameters of Gemma 4 E2B.
+    """Large embeddings beside that of the input. Each is freed after its lookup; in the root's unit it would
+    stay gathered. In Gemma 3n and 4 one has a vector for each token and layer: 40 % of Gemma 4 E2B.
     """
     table = getattr(language_model(model), "embed_tokens_per_layer", None)
     return [table] if isinstance(table, nn.Embedding) else []

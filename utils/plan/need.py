@@ -209,8 +209,8 @@ def units_of(
     model: nn.Module, setting: Setting
 ) -> tuple[Unit, list[Unit], list[Unit], Unit | None, list[Unit]]:
     """(the root, the embedding and further tables, the blocks, the head, the layers of towers), as
-    sharding.units forms them.
-    The root has all other parameters. A tied head shares the embedding's unit, and is None here.
+    sharding.units forms them. The root has all other parameters. A tied head shares the embedding's unit,
+    and is None here.
     """
     layers = sharding.decoder_layers(model)
     towers = sharding.tower_layers(model)
