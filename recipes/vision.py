@@ -261,8 +261,9 @@ def main(cfg: Config) -> Path:
         examples, held_out = load_data(rows, tokenizer, progress=world.rank == 0)
         check_positions(model, examples, held_out)
         patches = examples.row_sizes[examples.rows]  # of the pictures of each row
-        if "language" in cfg.train and not patches.any():
-            cfg = replace(cfg, train="language")  # without pictures no other part has a gradient
+        train = cfg.train
+        if "language" in train and not patches.any():
+            train = "language"  # without pictures no other part has a gradient
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
@@ -299,7 +300,7 @@ def main(cfg: Config) -> Path:
             quant=from_settings(Quant, cfg),
             attn=attn,
             kind="pictures",
-            train="" if from_settings(Lora, cfg) else cfg.train,
+            train="" if from_settings(Lora, cfg) else train,
             pictures=Pictures(single_rows.largest),
             separates=single_rows.separates,
             sync_each_microbatch=cfg.sync_each_microbatch or single_rows.separates,
@@ -312,7 +313,7 @@ def main(cfg: Config) -> Path:
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
-        "train": cfg.train,
+        "train": train,
         "optimizer": cfg.optimizer.removeprefix("paged_"),
         **lora.facts(),
         **run_facts(source.config, source.weights, examples.fingerprint),
@@ -346,7 +347,7 @@ def main(cfg: Config) -> Path:
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
-    print0(f"train     {cfg.train}{' by adapters' if lora else ''}")
+    print0(f"train     {train}{' by adapters' if lora else ''}")
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
         f"batch     {global_batch} = {cfg.batch_size} rows x {world.size} ranks x {micro_batches}"
@@ -372,7 +373,7 @@ def main(cfg: Config) -> Path:
         with together(world):
             adapters, adapted_names = adapt(model, lora, quant, dtype)
     else:
-        freeze_parts(model, parse_parts(cfg.train), dtype)
+        freeze_parts(model, parse_parts(train), dtype)
     rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}  # 0: --lr
     with together(world):
         for part, names in part_names(model).items():

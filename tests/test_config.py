@@ -437,7 +437,8 @@ def test_a_saved_config_has_every_setting_in_its_order_a_line_each(tmp_path):
 
 def test_a_program_may_give_a_path_and_no_misspelt_value(tmp_path):
     """They ended a run in a traceback, the first at its first checkpoint, the second at its end."""
-    cfg = finetune.Config(model=tmp_path, lr=1, fit=True)
+    cfg = finetune.Config(model=tmp_path, lr=1, fit=True, adapter=None)
+    assert cfg.adapter == ""  # not a folder None
     assert (cfg.model, cfg.lr, cfg.fit) == (str(tmp_path), 1.0, "same")
     for setting in ({"save_dtype": "float32"}, {"optimizer": "adam"}, {"steps": 1.5}):
         (name,) = setting

@@ -538,6 +538,7 @@ def test_a_rank_without_rows_gives_fillers_that_teach_nothing():
     real, filler = (loader.batches(0) for loader in loaders)
     assert len(real) == len(filler) == 1
     assert (filler[0].labels != IGNORE).sum() == 0
+    assert filler[0].tokens == 0  # else the metrics would count them
     assert filler[0].ids.tolist() == [[9] * 8]
     assert filler[0].mask.any(dim=1).all()  # attention over nothing would be NaN
 

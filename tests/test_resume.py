@@ -23,12 +23,12 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_parity import write_rows
 from tiny import tiny_model_folder
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.model.folder import run_facts
 from utils.run import signals
 from utils.run.distributed import ALONE, World
-from utils.run.errors import ConfigError
+from utils.run.errors import ConfigError, differences
 from utils.run.signals import CAUGHT, stop_at_once
 from utils.train.resume import print_resume_command
 
@@ -369,3 +369,20 @@ def test_facts_of_a_model_whose_config_holds_infinity_can_be_saved():
     facts = run_facts(AutoConfig.for_model("mamba2"), {}, "data")
     assert facts["config.time_step_limit"] == [0.0, "Infinity"]
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+
+
+def test_the_dtype_in_which_a_model_was_built_is_no_fact_of_its_run():
+    """transformers writes it into the configs of the parts, too: ranks that generate in bf16 were refused."""
+
+    small = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "head_dim": 8}
+
+    def facts(dtype, **sizes):
+        config = AutoConfig.for_model("gemma3", text_config=small | sizes, vision_config=small)
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return run_facts(config, {}, "data")
+
+    before = facts(torch.float32)
+    assert facts(torch.bfloat16) == before
+    changed = differences(before, facts(torch.bfloat16, head_dim=16))
+    assert changed == "config.text_config.head_dim 8 -> 16"

@@ -383,7 +383,7 @@ def test_each_part_has_its_own_rate(folder_of, rows, tmp_path):
 
 def test_without_a_picture_the_language_model_alone_trains(folder_of, rows, tmp_path):
     folder, texts = folder_of("llava"), rows.parent / "texts.jsonl"
-    out, _, weights = trained(2, tmp_path / "out", folder, texts, train=ALL)
+    out, losses, weights = trained(2, tmp_path / "out", folder, texts, train=ALL)
     assert json.loads((out / "plan.json").read_text())
     changed = {
         name
@@ -392,6 +392,8 @@ def test_without_a_picture_the_language_model_alone_trains(folder_of, rows, tmp_
     }
     assert changed
     assert not [name for name in changed if "vision_tower" in name or "projector" in name]
+    # The same command again finds the same settings.
+    assert trained(2, out, folder, texts, train=ALL)[1] == losses
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "texts.jsonl"])

@@ -36,8 +36,8 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens without padding."""
-        return int(self.mask.sum())
+        """The number of tokens without padding, 0 for a filler."""
+        return int(self.mask.sum()) * (self.where != ["filler"])
 
     @property
     def trained_tokens(self) -> int:

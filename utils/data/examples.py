@@ -204,7 +204,7 @@ def longest_row(seq_len: int, packing: bool, multiple: int, *parts: Examples | N
     return min(seq_len, math.ceil(longest / multiple) * multiple)
 
 
-def check_positions(model: nn.Module, *parts: Examples | None, longest: int = 0) -> None:
+def check_positions(model: nn.Module, *parts: Examples | None, longest=0) -> None:
     """Refuse rows that are longer than a table of learned positions. Warn of rows that are longer than the
     model's rotary positions were trained for.
 
@@ -229,7 +229,7 @@ def check_positions(model: nn.Module, *parts: Examples | None, longest: int = 0)
         print0(f"warning: {lengths} without rope scaling: it was not trained on such lengths")
 
 
-def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
+def load_examples(rows: Rows, tokenizer, progress=False) -> Examples:
     """Read and tokenize a data set. progress: show a bar if standard error is a terminal.
 
     A row that has no trained token after it was cut is dropped and counted. ConfigError for bad rows (the

@@ -239,7 +239,7 @@ def read_tokens(row: dict, notes: Counter) -> Read:
     return [{"role": "tokens", "content": [*compress(ids, mask)], "loss_mask": loss_mask}], None
 
 
-def conversation(row: dict, notes: Counter, key: str = "turns") -> Read:
+def conversation(row: dict, notes: Counter, key="turns") -> Read:
     """(messages, tools) of a row with turns under row[key]."""
     messages: Messages = []
     last_role = ""
@@ -372,7 +372,7 @@ def tools_of(row: dict) -> list | None:
     return wrapped or None
 
 
-def parsed(holder: dict, key: str, path: str = "") -> object:
+def parsed(holder: dict, key: str, path="") -> object:
     """holder[key]; if that is text, it is parsed as JSON."""
     value = holder.get(key)
     if not isinstance(value, str):
@@ -388,7 +388,7 @@ def json_name(value: object) -> str:
     return JSON_NAMES.get(type(value), "number")
 
 
-def typed(holder: dict, key: str, kind: type, path: str = ""):
+def typed(holder: dict, key: str, kind: type, path=""):
     """holder[key]; ValueError if it has another type. path: of the holder in the row, "messages[2]."."""
     if key not in holder:
         row_has = (
@@ -403,7 +403,7 @@ def typed(holder: dict, key: str, kind: type, path: str = ""):
     return holder[key]
 
 
-def text_of(holder: dict, key: str, path: str = "") -> str:
+def text_of(holder: dict, key: str, path="") -> str:
     """holder[key]; ValueError unless it is text that is not blank."""
     text = typed(holder, key, str, path)
     if not text.strip():

@@ -129,7 +129,7 @@ Sequence = tuple[list[int], bytearray]  # (ids, loss mask) of T tokens each
 Rendered = tuple[str, list[tuple[int, int]]]
 
 
-def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_code: bool = False):
+def load_tokenizer(folder: Path | str, chat_template="", trust_remote_code=False):
     """The tokenizer of a model folder, with a chat template that works.
 
     chat_template: "" for the tokenizer's own, "chatml", "alpaca" or "plain" for a built-in one, else a file.
@@ -273,7 +273,7 @@ def needed_tools(tokenizer) -> list | None:
 
 
 def turn_end(
-    tokenizer, messages: Messages, tools: list | None, next_role: str = "user"
+    tokenizer, messages: Messages, tools: list | None, next_role="user"
 ) -> tuple[str, str]:
     """(tail, end) of the last message, which is an assistant's. tail: all text that the template writes after
     its content. end: the text that ends the turn, found in this order:
@@ -317,12 +317,12 @@ def any_of(words: set[str]) -> str:
 # --- messages -> text
 
 
-def render(tokenizer, messages: Messages, tools: list | None = None, prompt: bool = False) -> str:
+def render(tokenizer, messages: Messages, tools: list | None = None, prompt=False) -> str:
     """The conversation as text; with `prompt`, followed by the generation prompt."""
     return render_marked(tokenizer, messages, tools, prompt)[0]
 
 
-def sketch(tokenizer, messages: Messages, tools: list | None, prompt: bool = False) -> Rendered:
+def sketch(tokenizer, messages: Messages, tools: list | None, prompt=False) -> Rendered:
     """render_marked for a conversation whose texts are marks. Results are cached, because most rows have one
     of a few such sketches. Any tools are replaced by SCHEMA.
     """

@@ -217,10 +217,18 @@ def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
                     os.pread(file.fileno(), min(size, 4096), info.begin + max(0, size - 4096) // 2)
                 )
     fields = json.loads(json.dumps(config.to_dict(), default=str), parse_constant=str)
-    fields = {
-        f"config.{k}": v for k, v in fields.items() if k not in COSMETIC and not k.startswith("_")
-    }
-    return {"data": data, "weights": digest.hexdigest(), **fields}
+    return {"data": data, "weights": digest.hexdigest(), **decisive(fields, "config.")}
+
+
+def decisive(fields: dict, prefix: str) -> dict:
+    """The fields of a config, and of the configs in it, that are not COSMETIC, by their dotted names."""
+    found = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            found |= decisive(value, f"{prefix}{name}.")
+        elif name not in COSMETIC and not name.startswith("_"):
+            found[prefix + name] = value
+    return found
 
 
 def check_vocab(tokenizer, rows: int) -> None:

@@ -58,7 +58,7 @@ class Piece(NamedTuple):
     transposed: bool = False
 
 
-def whole(name: str, tensor: Tensor, param: str = "") -> Piece:
+def whole(name: str, tensor: Tensor, param="") -> Piece:
     """A parameter as one piece, which is in no file. param: its name in the model, if that is another one."""
     info = TensorInfo(None, tensor.dtype, tuple(tensor.shape), 0)
     return Piece(name, info, param or name, (0,) * tensor.ndim, info.shape)
@@ -103,8 +103,8 @@ def local_box(parameter: Tensor, piece: Piece) -> tuple[Box, Box] | None:
 def lay_out(
     pieces: list[Piece],
     save_dtype: torch.dtype | None = None,
-    max_file_bytes: float = 5e9,
-    stem: str = "model",
+    max_file_bytes=5e9,
+    stem="model",
 ) -> tuple[dict[str, Place], dict[str, bytes]]:
     """(place of each tensor by its name, header of each file by the file's name), file after file.
     save_dtype: for floating-point tensors; None: as in the pieces.
@@ -156,7 +156,7 @@ def is_writer(parameter: Tensor, world: World) -> bool:
 
 
 def local_parts(
-    parameter: Tensor, piece: Piece, max_elements: int = 2**62
+    parameter: Tensor, piece: Piece, max_elements=2**62
 ) -> Iterator[tuple[int, Tensor]]:
     """The values of a piece that this rank's shard holds, in parts of at most `max_elements`: (index of the
     first element in the tensor as it is stored, values (n,)). The values are views of the shard, unless the
@@ -215,7 +215,7 @@ def build_model(
     dtype: torch.dtype,
     attn="auto",
     trust_remote_code=False,
-    read_from: Path | str = "",
+    read_from="",
     kind="text",
 ) -> nn.Module:
     """The model of a config on meta: structure, names, shapes and ties, no memory.
@@ -288,7 +288,7 @@ def check_kind(config: PretrainedConfig, kind: str) -> None:
 
 
 def plan_pieces(
-    model: nn.Module, weights: dict[str, TensorInfo], folder: Path, new_head: str = ""
+    model: nn.Module, weights: dict[str, TensorInfo], folder: Path, new_head=""
 ) -> list[Piece]:
     """Map each tensor of the checkpoint to a box of a parameter. new_head: a parameter that the checkpoint
     may lack. Then its piece has no file, and the head of the checkpoint is not read.

@@ -119,7 +119,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
     return config
 
 
-def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
+def read_lora_config(folder: Path, merge=False) -> LoraConfig:
     """The settings of a LoRA folder as peft's config. merge: the adapter is merged into its
     base, not trained.
 

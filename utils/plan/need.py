@@ -291,7 +291,7 @@ class Replay:
             self.add("weights", states.weights)
             self.add("optimizer", states.optimizer)
 
-    def add(self, part: str, size: int, stream: str = COMPUTE) -> None:
+    def add(self, part: str, size: int, stream=COMPUTE) -> None:
         """Add `size` bytes, which may be negative, and keep the peak."""
         self.live[part] += size
         self.live_bytes += size
@@ -301,11 +301,11 @@ class Replay:
             # The pools are not copied: they peak at other times, also later.
             self.peak = Peak(self.phase, dict(self.live), self.pool_peaks)
 
-    def free(self, part: str, size: int | None = None, stream: str = COMPUTE) -> None:
+    def free(self, part: str, size: int | None = None, stream=COMPUTE) -> None:
         """size None: all bytes of the part."""
         self.add(part, -(self.live[part] if size is None else size), stream)
 
-    def compute(self, segment: Segment, grads: int = 0, part="activations") -> None:
+    def compute(self, segment: Segment, grads=0, part="activations") -> None:
         """Run a segment. grads: bytes of whole gradients in its rest, counted as a part of their own."""
         self.add(part, segment.peak)
         self.free(part, segment.peak)

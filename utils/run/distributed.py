@@ -59,7 +59,7 @@ class World(NamedTuple):
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))  # a single process without a group
 
 
-def init_distributed(use_gpu: bool = True) -> World:
+def init_distributed(use_gpu=True) -> World:
     """Join the gloo group that torchrun's variables describe; without them, make a world of one rank. The
     group of a program that has one already is used; it must move tensors on CPUs too.
 
@@ -199,7 +199,7 @@ def gather(world: World, value: object) -> list:
     return values
 
 
-def broadcast(world: World, value: object, source: int = 0) -> object:
+def broadcast(world: World, value: object, source=0) -> object:
     """`value` of rank `source`, on every rank."""
     box = [value]
     if world.size > 1:
@@ -223,7 +223,7 @@ def sum_on_device(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 @contextmanager
-def together(world: World, patient: bool = False) -> Iterator[None]:
+def together(world: World, patient=False) -> Iterator[None]:
     """Run a block in which any rank may raise ConfigError. If one does, all ranks raise a ConfigError that
     names the ranks concerned.
 
@@ -302,7 +302,7 @@ def device_of(local_rank: int, local_size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
+def mesh_axes(ranks: int, replicate=0, shard=0) -> dict[str, int]:
     """The axes of the mesh and their sizes: `shard` (FSDP), or `replicate` and `shard` (HSDP: weights are
     sharded within a group of ranks and replicated across groups).
 

@@ -40,7 +40,7 @@ CONTROL = re.compile(
 )
 
 
-def escaped(text: object, keep: str = "") -> str:
+def escaped(text: object, keep="") -> str:
     """Text that is safe on a terminal and stays on one line: control characters become \\n, \\r or \\u001b,
     as in JSON. Characters in `keep` stay. Escaping twice changes nothing.
     """
@@ -56,7 +56,7 @@ class ConfigError(Exception):
     that the message quotes. agreed: all ranks raise the same error together, so only rank 0 prints it.
     """
 
-    def __init__(self, message: str | list[str], agreed: bool = False):
+    def __init__(self, message: str | list[str], agreed=False):
         messages = message if isinstance(message, list) else [message]
         self.lines = [escaped(line) for line in messages]
         super().__init__("\n".join(self.lines))
@@ -82,7 +82,7 @@ def act(name: str) -> None:
 
 
 @contextmanager
-def others_code(what: object, fix: str = "") -> Iterator[None]:
+def others_code(what: object, fix="") -> Iterator[None]:
     """Turn any exception of third-party code in the block into one ConfigError, `what: reason (fix: ...)`.
 
     It is for code that reads a config or a tokenizer, or builds a model: with unusual values that code may
@@ -105,7 +105,7 @@ def reason_of_others(error: BaseException) -> str:
     return f"{type(error).__name__}: {words[:300]}".removesuffix(": ")
 
 
-def say(text: object, ready: bool = False) -> None:
+def say(text: object, ready=False) -> None:
     """Print a line to stdout. If the reader is gone (`| head`, a closed terminal), the run goes on silently.
     ready: the text is already escaped, and its line breaks or colours are ours.
     """
@@ -120,7 +120,7 @@ def silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print0(text: object, *, ready: bool = False) -> None:
+def print0(text: object, *, ready=False) -> None:
     """Print a line on rank 0. It takes one text: a second one, as print takes it, is an error. ready: as for
     say.
     """
@@ -145,7 +145,7 @@ def rank() -> int:
     return int(value) if value.isdecimal() else 0
 
 
-def print_once(*lines: str, agreed: bool = False) -> None:
+def print_once(*lines: str, agreed=False) -> None:
     """Write errors to stderr. If all ranks `agreed` on them, only rank 0 writes. Otherwise each of the other
     ranks writes too, after 5 seconds and with its number.
     """

@@ -147,15 +147,17 @@ def from_settings(cls: type, cfg: object, **values: object):
 
 
 def convert_settings(cfg: object, **least: int) -> None:
-    """Convert values that a program gave to the types of their settings, in place: a Path becomes text, and
-    ~ at the beginning of a text the home folder.
+    """Convert values that a program gave to the types of their settings, in place: a Path becomes text,
+    None an empty one, and ~ at the beginning of a text the home folder.
 
     Raises ConfigError for a value that its setting does not have, such as a misspelt one, and for a number
     below its minimum: the one in `least` or LEAST, else 0.
     """
     least = LEAST | least
     for name, (kind, bare) in kinds_of(type(cfg)).items():
-        value = read_value(kind, bare, f"--{name}", os.path.expanduser(str(vars(cfg)[name])))
+        value = vars(cfg)[name]
+        text = "" if value is None and kind is str else os.path.expanduser(str(value))
+        value = read_value(kind, bare, f"--{name}", text)
         setattr(cfg, name, value)
         if kind in NUMBERS:
             smallest = least.get(name, 0)

@@ -51,9 +51,7 @@ class CheckpointSaver(AbstractContextManager):
     seconds = 0.0  # duration of the last save; only on rank 0
     pending = writer = background = None
 
-    def __init__(
-        self, folder: Path, keep: int, world: World, background: bool = False, timeout: float = 1800
-    ):
+    def __init__(self, folder: Path, keep: int, world: World, background=False, timeout=1800.0):
         self.folder = folder
         self.keep = keep
         self.world = world

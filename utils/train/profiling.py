@@ -162,7 +162,7 @@ def matmul_parameters(model: nn.Module) -> int:
     return sum(p.numel() * visits // len(p) if p.ndim == 3 else p.numel() for p in matrices)
 
 
-def flops_per_token(model: nn.Module, length: float, frozen: bool = False) -> float:
+def flops_per_token(model: nn.Module, length: float, frozen=False) -> float:
     """Floating-point operations to train on one token, forward and backward, without recomputation. model:
     before its weights are quantized. length: mean tokens of a row. frozen: only adapters train, whose own
     operations are not counted.

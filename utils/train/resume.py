@@ -229,7 +229,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
     read_tensors(path, tensors, world)
 
 
-def check_tensors(path: Path, tensors: dict[str, Tensor], fix: str, dtypes: bool = True) -> None:
+def check_tensors(path: Path, tensors: dict[str, Tensor], fix: str, dtypes=True) -> None:
     """Raise ConfigError if a checkpoint has other names, shapes or, with `dtypes`, other dtypes. tensors:
     from checkpoint_tensors. If they have no optimizer state, that of the checkpoint is not compared.
     """

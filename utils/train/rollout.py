@@ -81,7 +81,7 @@ def generate(
     keys: list[tuple[int, ...]],
     sampling: Sampling,
     world: World,
-    lockstep: bool = False,
+    lockstep=False,
 ) -> dict[int, Completion]:
     """Sample this rank's share of the completions: {index of the prompt: Completion}.
 

@@ -135,7 +135,7 @@ def open_trained(
 
             config = add_adapters(built, lora)
         elif run.get("train"):
-            freeze_parts(built, parse_parts(run["train"]), dtype)
+            freeze_parts(built, parse_parts(state["train"]), dtype)
         if quantization != "none":
             from ..model.quantize import quantize_linears
 
