@@ -705,6 +705,7 @@ def test_each_flag_of_the_llama_recipes_table_works_or_is_answered(capsys):
         for text in meaning if isinstance(meaning, dict) else ["4"]:
             text = {"optimizer": "adamw", "use_wandb": "true"}.get(name, text)
             argv = [f"--{name}={text}", f"--lora_rank={0 if name == 'pure_bf16' else 4}"]
+            argv += [] if name == "model_name" else ["--model=m"]
             parse_cli(finetune.Config, argv)
             assert name == "optimizer" or capsys.readouterr().out.startswith(f"--{name}")
 

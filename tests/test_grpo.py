@@ -529,7 +529,8 @@ def test_the_copy_of_the_start_is_planned_for(run_of):
         ({"temperature": 0.0}, "--temperature 0.0: all completions"),
         ({"group_size": 1}, "--group_size 1"),
         ({"max_new_tokens": 200, "seq_len": 100}, "--max_new_tokens 200 leaves no prompt"),
-        ({"kl_beta": 0.1, "adapter": "a"}, "--kl_beta: an --adapter"),
+        ({"kl_beta": 0.1, "model": "m", "adapter": "a"}, "--kl_beta: an --adapter"),
+        ({"adapter": "a"}, "--adapter belongs to one base"),
         ({"reward_model_weight": 0.3}, "--reward_model_weight is for --reward_model"),
     ],
 )

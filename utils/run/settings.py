@@ -9,7 +9,6 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -34,13 +33,13 @@ def parse_cli(
     cls: type,
     argv: list[str] | None = None,
     without_model: dict[str, object] | None = None,
-    others: Sequence[str] = (),
+    others=(),
 ):
     """An instance of the flat dataclass `cls`: its defaults, then --config FILE, then the other flags.
 
     Flags of llama-recipes are translated; foreign_flags.py, which knows them, is imported only for a name
     that `cls` lacks, and may be absent. without_model: values that replace the defaults if --model is
-    not given. others: settings of a sibling recipe that are accepted but have no effect here. Raises
+    not given. others: names of settings of a sibling recipe that are accepted but have no effect here. Raises
     ConfigError for wrong values, and with a line for each unknown name. On --help it prints help_text(cls)
     and exits with 0.
     """
@@ -110,10 +109,11 @@ def kinds_of(cls: type) -> dict[str, tuple[type, str | None]]:
 
 def read_value(kind: type, bare: str | None, where: str, text: str) -> str | int | float | bool:
     """`text` as a value of type `kind`, or ConfigError. where: the flag, or the line and key of a file."""
+    word = text.lower()
     if kind is bool:
-        check(text.lower() in SWITCH, f"{where} takes true or false, not '{text}'")
-        return SWITCH[text.lower()]
-    if text == BARE or (bare and SWITCH.get(text.lower())):
+        check(word in SWITCH, f"{where} takes true or false, not '{text}'")
+        return SWITCH[word]
+    if text == BARE or (bare and SWITCH.get(word)):
         check(bare, f"{where} needs a value; one that starts with - as {where}=VALUE")
         return bare
     if kind in NUMBERS:
@@ -125,8 +125,8 @@ def read_value(kind: type, bare: str | None, where: str, text: str) -> str | int
     words = typing.get_args(kind)
     if not words:
         return text
-    check(text.lower() in words, f"{where} takes one of {', '.join(map(str, words))}; not '{text}'")
-    return text.lower()
+    check(word in words, f"{where} takes one of {', '.join(map(str, words))}; not '{text}'")
+    return word
 
 
 def hint(name: str, kinds: dict) -> str:
@@ -167,6 +167,10 @@ def convert_settings(cfg: object, **least: int) -> None:
 def check_training(cfg: object, **least: int) -> None:
     """convert_settings, and a ConfigError for settings that every recipe that trains refuses."""
     convert_settings(cfg, **least)
+    check(
+        cfg.model or not vars(cfg).get("adapter"),
+        "--adapter belongs to one base (fix: --model BASE, which its adapter_config.json names)",
+    )
     check(cfg.lr > 0, f"--lr {cfg.lr} trains nothing (fix: --lr {type(cfg).lr:g})")
     check(
         cfg.activation_checkpointing != "none" or not cfg.activation_offload,
@@ -214,7 +218,7 @@ def save_config(cfg: object, path: Path) -> None:
     replace_file(path, text)
 
 
-def read_yaml(cls: type, path: str | Path, others: Sequence[str] = ()) -> dict[str, object]:
+def read_yaml(cls: type, path: str | Path, others=()) -> dict[str, object]:
     """The settings of a flat YAML file, except those named in `others`. ConfigError names the line.
 
     Values are read from their text, as flags are. YAML's own conversions (no to False, 1e-4 to text, 010 to
