@@ -27,6 +27,7 @@ from utils.model.quantize import Int8Linear, quantize_linears
 from utils.model.saving import save_model
 from utils.model.sharding import decoder_layers, numel, recompute_activations, tower_layers, units
 from utils.plan.need import Setting, estimate_states, need_of, planned_model, units_of
+from utils.plan.pictures import PictureTrace
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
 
@@ -167,6 +168,23 @@ def test_neither_layers_of_towers_nor_large_tables_are_in_the_roots_unit():
     assert root.gathered < 2**28
     of_all = [root, *tables, *blocks, *towers]
     assert 1 <= sum(unit.gathered for unit in of_all) / 2 / numel(model) < 1.01  # bf16, padded
+
+
+def test_the_layers_of_a_tower_that_is_too_small_to_be_cut_are_traced_and_not_computed():
+    """Qwen2.5-VL 72B: the plan computed its tower on zeros, which took minutes."""
+    tower = {"depth": 2, "hidden_size": 1280, "num_heads": 16, "out_hidden_size": 8192}
+    text = {"num_hidden_layers": 2, "layer_types": None}
+    config = CONFIG_MAPPING["qwen2_5_vl"](text_config=text, vision_config=tower)
+    model = build_model(config, torch.bfloat16, kind="pictures")
+    assert not tower_layers(model)
+    trace = PictureTrace(model, torch.bfloat16)
+    layers = model.model.visual.blocks
+    pictures = {"pixel_values": torch.zeros(64, 1176), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+    ids = torch.tensor([[config.image_token_id] * 16])
+    before = trace.come_to_language(ids, pictures | {"mm_token_type_ids": ids.clamp(max=1)})
+    sizes = [call.forward.rest for call in before.calls if call.layer == -1]
+    assert len(sizes) == len(layers) + 1  # and the projector
+    assert min(sizes[:-1]) > 64 * 1280 * 2  # more than the input of a layer is kept
 
 
 def test_what_is_frozen_is_stored_in_the_dtype_that_it_is_computed_in(folders):

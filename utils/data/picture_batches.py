@@ -146,7 +146,7 @@ class PictureBatches(GlobalBatches):
             )
             return batches
 
-    def batch(self, rows: list[int], blank: bool = False) -> Batch:
+    def batch(self, rows: list[int], blank=False) -> Batch:
         """The micro-batch of these rows, or a filler. blank: its first row gets a blank picture."""
         items = self.items(rows) or [self.filler()]
         sources = [self.sources(row) for row in rows] or [[]]

@@ -73,7 +73,7 @@ def load_questions(rows: Rows, tokenizer, progress=False) -> Questions:
 # --- sequences whose tokens are scored
 
 
-def scored(ids: list[int], first: int, where: str = "") -> Example:
+def scored(ids: list[int], first: int, where="") -> Example:
     """A sequence whose tokens from index `first` on are scored."""
     tokens = torch.tensor(ids, dtype=torch.int32)
     labels = tokens.clone()

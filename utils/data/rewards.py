@@ -58,7 +58,7 @@ class Reward(NamedTuple):
     file: str | None  # the file of the function, if it is not built in
 
 
-def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
+def parse_rewards(text: str, flag="--rewards") -> list[Reward]:
     """Parse the rewards of a flag. Executes the files that it names. ConfigError names the wrong part."""
     rewards = []
     files = {None: BUILT_IN}
@@ -201,7 +201,7 @@ def reward_all(
     return records
 
 
-def reward_means(records: list[dict], prefix: str = "") -> dict[str, float]:
+def reward_means(records: list[dict], prefix="") -> dict[str, float]:
     """The mean of each reward over the completions to which it applies. records: from reward_all."""
     means = {}
     for name in records[0]:

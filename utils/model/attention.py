@@ -90,7 +90,7 @@ def attend_documents(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
+    max_length_q=0,
     s_aux: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, None]:

@@ -19,7 +19,7 @@ from .loss import PerToken, arguments, losses_and_grads
 
 
 def token_log_probs(
-    model: nn.Module, batch, temperature: float = 1.0, per_token: PerToken | None = None
+    model: nn.Module, batch, temperature=1.0, per_token: PerToken | None = None
 ) -> Tensor:
     """log p(token | tokens before it) of each trained token of a batch, at the token's position, and 0
     elsewhere: (B, T) in fp32, in nats.

@@ -232,12 +232,12 @@ def further_tables(model: nn.Module) -> list[nn.Module]:
     return [table] if isinstance(table, nn.Embedding) else []
 
 
-def tower_layers(model: nn.Module) -> list[nn.Module]:
+def tower_layers(model: nn.Module, share=0.01) -> list[nn.Module]:
     """The layers of towers for pictures and sounds: of each ModuleList outside the language model that has
-    more than 1 % of all parameters. A run on texts never gathers them.
+    more than this share of all parameters. A run on texts never gathers them.
     """
     layers = []
-    least = 0.01 * numel(model)
+    least = share * numel(model)
     seen = set(language_model(model).modules())
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and module not in seen

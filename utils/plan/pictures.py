@@ -28,6 +28,7 @@ from .trace import LiveBytes, Segment, aten, on_meta, parameters_in, segments_of
 
 INDEXED = (aten.index, aten.index_put, aten.index_put_)
 on_tensors = partial(tree_map_only, Tensor)  # (function, values): of each tensor among values
+SMALL = 1e-5  # share of the parameters of towers that are computed rather than traced
 MORE = 8  # tokens by which the rows of the second traced micro-batch are longer
 
 
@@ -58,7 +59,8 @@ class Pictures:
         """(the mode that logs the language model's operations, what comes before the language model). The
         latter grows linearly with the rows, so it is traced for two small micro-batches only.
         """
-        trains = any(p.requires_grad for p in nn.ModuleList(tower_layers(model)).parameters())
+        layers = tower_layers(model, SMALL)
+        trains = any(p.requires_grad for p in nn.ModuleList(layers).parameters())
         key = (model, dtype, trains and recompute)
         if key not in self.traced:
             tokens = self.rows_of(1).ids.shape[1]
@@ -126,8 +128,8 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
 
 
 class Call(NamedTuple):
-    """A call of a tower's layer, by its number, or of a projector (-1). backward: its rest has the whole
-    gradients, but not what the forward kept.
+    """A call of a tower's layer that is a unit, by its number, or of another module (-1). backward: its rest
+    has the whole gradients, but not what the forward kept.
     """
 
     layer: int
@@ -185,13 +187,15 @@ class PictureTrace:
         self.graphs = []  # keeps alive what the backward of the real parts needs
         self.embedding = model.get_input_embeddings()
         projector = []
-        inside = {*nn.ModuleList(self.layers).modules()}
+        # A tower too small to be cut, such as that of Qwen2.5-VL 72B, would take minutes on real zeros.
+        layers = tower_layers(model, SMALL)
+        inside = {*nn.ModuleList(layers).modules()}
         for name, module in model.named_modules():
             is_called = not isinstance(module, nn.ModuleList)
             if PROJECTOR.search(name) and is_called and module not in inside:
                 projector.append(module)
                 inside.update(module.modules())
-        self.large = [self.embedding, *projector, *self.layers]
+        self.large = [self.embedding, *projector, *layers]
 
     @contextmanager
     def on_zeros(self) -> Iterator[None]:

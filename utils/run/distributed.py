@@ -165,7 +165,7 @@ def stop_distributed() -> None:
         time.sleep(0.1)
 
 
-def set_timeout(seconds: float = START_SECONDS, group: dist.ProcessGroup | None = None) -> None:
+def set_timeout(seconds=START_SECONDS, group: dist.ProcessGroup | None = None) -> None:
     """Set how long ranks wait for each other, in every group that exists now except the saver's.
 
     Every rank of the group calls it. As in torchtitan: distributed/utils.py, set_pg_timeouts.

@@ -129,7 +129,7 @@ def write_plan(out: Path, planned: dict, measured: dict | None = None) -> None:
     replace_file(out / "plan.json", json.dumps(content, indent=2) + "\n")
 
 
-def check_space(folder: Path, needed_bytes: int, world: World = ALONE, counted="") -> None:
+def check_space(folder: Path, needed_bytes: int, world=ALONE, counted="") -> None:
     """Raise ConfigError unless the disk has room. counted: a pattern; needed_bytes contains the files
     of the folder that match it, so their bytes count as free.
 
