@@ -185,6 +185,13 @@ def test_the_layers_of_a_tower_that_is_too_small_to_be_cut_are_traced_and_not_co
     sizes = [call.forward.rest for call in before.calls if call.layer == -1]
     assert len(sizes) == len(layers) + 1  # and the projector
     assert min(sizes[:-1]) > 64 * 1280 * 2  # more than the input of a layer is kept
+    tower["depth"] = 6  # 118 million parameters, less than 1 %
+    config = CONFIG_MAPPING["qwen2_5_vl"](
+        text_config=text | {"num_hidden_layers": 12}, vision_config=tower
+    )
+    model = build_model(config, torch.bfloat16, kind="pictures")
+    assert tower_layers(model) == [*model.model.visual.blocks]
+    assert numel(model.model.visual.blocks) < 0.01 * numel(model)
 
 
 def test_what_is_frozen_is_stored_in_the_dtype_that_it_is_computed_in(folders):

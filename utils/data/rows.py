@@ -120,7 +120,7 @@ def files_of(name: str) -> list[Path] | None:
     )
     check(
         len(kinds) == 1,
-        f"{name}: files of several kinds, {', '.join(kinds)} (fix: name those of one kind)",
+        f"{name}: files of several kinds, {', '.join(kinds)} (fix: the files, separated by commas)",
     )
     return files
 
@@ -135,7 +135,9 @@ def read_files(name: str, files: list[Path]) -> RawRows:
     has_rows = False
     for path in files:
         check(path.is_file(), f"{path}: no such file{did_you_mean(path)}")
-        with others_code(f"{path}: cannot be read"):  # gzip, zlib, csv, json, pyarrow
+        with others_code(
+            f"{path}: cannot be read", "text in UTF-8, .csv with commas"
+        ):  # gzip, zlib, csv, json, pyarrow
             for row in read_file(path):
                 has_rows = True
                 yield row

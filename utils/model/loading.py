@@ -101,13 +101,10 @@ def local_box(parameter: Tensor, piece: Piece) -> tuple[Box, Box] | None:
 
 
 def lay_out(
-    pieces: list[Piece],
-    save_dtype: torch.dtype | None = None,
-    max_file_bytes=5e9,
-    stem="model",
+    pieces: list[Piece], save_dtype=None, max_file_bytes=5e9, stem="model"
 ) -> tuple[dict[str, Place], dict[str, bytes]]:
     """(place of each tensor by its name, header of each file by the file's name), file after file.
-    save_dtype: for floating-point tensors; None: as in the pieces.
+    save_dtype: the dtype for floating-point tensors; None: as in the pieces.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()}
     tensors = {}

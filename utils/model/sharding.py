@@ -234,10 +234,10 @@ def further_tables(model: nn.Module) -> list[nn.Module]:
 
 def tower_layers(model: nn.Module, share=0.01) -> list[nn.Module]:
     """The layers of towers for pictures and sounds: of each ModuleList outside the language model that has
-    more than this share of all parameters. A run on texts never gathers them.
+    more than this share of all parameters, or 100 million. A run on texts never gathers them.
     """
     layers = []
-    least = share * numel(model)
+    least = min(share * numel(model), 1e8)
     seen = set(language_model(model).modules())
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and module not in seen

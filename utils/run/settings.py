@@ -53,8 +53,7 @@ def parse_cli(
     texts = split_words(argv)
     path = texts.pop("config", "")
     from_file = read_yaml(cls, path, others) if path else {}
-    without_effect = [f"--{name}" for name in others if texts.pop(name, "")]
-    if without_effect:
+    if without_effect := [f"--{name}" for name in others if texts.pop(name, "")]:
         print0(f"without effect here: {', '.join(without_effect)}")
     implied = {}
     if texts.keys() - kinds:
