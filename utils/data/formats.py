@@ -62,7 +62,7 @@ NEXT = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-RULE = "a conversation is at most one system turn, then user and assistant by turns"
+RULE = "one system turn at most, then user and assistant by turns (fix: join turns of one role)"
 # Keys of a turn that hold the assistant's thoughts, beside its content.
 THOUGHTS = "reasoning_content thinking reasoning".split()
 TURN_KEYS = set(
