@@ -135,9 +135,8 @@ def read_files(name: str, files: list[Path]) -> RawRows:
     has_rows = False
     for path in files:
         check(path.is_file(), f"{path}: no such file{did_you_mean(path)}")
-        with others_code(
-            f"{path}: cannot be read", "text in UTF-8, .csv with commas"
-        ):  # gzip, zlib, csv, json, pyarrow
+        # gzip, zlib, csv, json, pyarrow
+        with others_code(f"{path}: cannot be read", "a whole file; UTF-8, .csv with commas"):
             for row in read_file(path):
                 has_rows = True
                 yield row

@@ -28,7 +28,7 @@ from .trace import LiveBytes, Segment, aten, on_meta, parameters_in, segments_of
 
 INDEXED = (aten.index, aten.index_put, aten.index_put_)
 on_tensors = partial(tree_map_only, Tensor)  # (function, values): of each tensor among values
-SMALL = 1e-5  # share of the parameters of towers that are computed rather than traced
+SMALL = 1e-5  # a tower with at most this share of all parameters is computed, not traced
 MORE = 8  # tokens by which the rows of the second traced micro-batch are longer
 
 
