@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 import finetune
+import generate
 import grpo
+import plan
 import prefer
 import pretrain
 import pytest
@@ -584,6 +586,10 @@ def test_data_path_names_the_rows_that_are_trained():
         # torchtune and NeMo AutoModel name the section before the flag
         ("--step_scheduler.max_steps 4", "unknown flag --max_steps: did you mean --steps?"),
         ("--wandb_project mine", "WANDB_PROJECT"),
+        # flags of other recipes here
+        ("--group_size 4", "--group_size: it is a flag of recipes/grpo.py (fix: leave it out"),
+        ("--tokens 2e9", "in recipes/pretrain.py it is the length of a run; new tokens are"),
+        ("--label_smoothing_factor 0.1", "for preferences recipes/prefer.py --label_smoothing)"),
         ("--per_device_eval_batch_size 8", "the held-out loss uses --batch_size"),
     ],
 )
@@ -619,6 +625,8 @@ def test_each_hint_is_a_flag_of_a_recipe_or_a_sentence_with_a_remedy():
         pretrain.Config,
         grpo.Config,
         vision.Config,
+        generate.Config,
+        plan.Config,
     )
     names = {field.name for config in configs for field in dataclasses.fields(config)}
     for name, ours in foreign_flags.HINTS.items():
