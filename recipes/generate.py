@@ -424,7 +424,7 @@ def read_prompts(
     """
     prompts = []
     for row in read_rows(path):
-        if not row.where.endswith(".txt"):
+        if not row.where.removesuffix(".gz").endswith((".txt", ".md")):
             prompts.append(prompt_of_row(row, raw, pictured))
             continue
         for number, line in enumerate(row.data["text"].split("\n"), 1):

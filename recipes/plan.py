@@ -534,13 +534,13 @@ def command(cfg: Config, levers: str) -> str:
         launch += f" --nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
     launch += f" --nproc_per_node {min(cfg.gpus, cfg.gpus_per_machine)}"
     is_found = "/" in cfg.model or Path(cfg.model).exists()
-    flags = [f"--model {cfg.model if is_found else 'DIR'}"]
+    flags = [f"--model {shlex.quote(cfg.model) if is_found else 'DIR'}"]
     flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}"]
     if levers:
         flags.append(levers)
     has_lora = cfg.adapter or "--lora_rank" in levers
-    names = """adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss init
-        compile replicate shard trust_remote_code"""
+    names = """adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss init tokens
+        center_weight compile replicate shard trust_remote_code"""
     if has_lora:  # what trains is fp32
         names = names.replace(" param_dtype", "")
         names += " lora_targets lora_dropout use_dora modules_to_save"

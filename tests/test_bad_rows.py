@@ -500,6 +500,18 @@ TABLE = [  # case, file's name, its content, what is said: Taken(...), else the 
         lines({"input_ids": [1, 2], "labels": [1]}),
         "a.jsonl:1: labels: 1 of them for 2 input_ids",
     ),
+    (
+        "labels moved by one",
+        "a.jsonl",
+        lines({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}),
+        "a.jsonl:1: labels[0]: expected -100 or 5, the id, got 6",
+    ),
+    (
+        "labels with another mark than -100",
+        "a.jsonl",
+        lines({"input_ids": [5, 6, 7], "labels": [None, 6, 7]}),
+        "a.jsonl:1: labels[0]: expected -100 or 5, the id, got None",
+    ),
 ]
 
 
@@ -693,7 +705,7 @@ def test_dolly_and_alpaca_are_read_with_the_flags_that_their_errors_name(said):
     alpaca = [ALPACA | {"text": "### Instruction: ..."}, ALPACA | {"output": "", "text": "### ..."}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(alpaca), "alpaca.parquet")
     answer = said("alpaca.parquet")
-    assert "alpaca.parquet row 2: output: missing" in answer
+    assert "alpaca.parquet row 2: output: empty" in answer
     assert "leave out such rows with --bad_rows drop" in answer
     answer = said("alpaca.parquet", bad_rows="drop")
     assert ": 1 rows" in answer

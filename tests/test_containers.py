@@ -121,7 +121,9 @@ def test_a_folder_does_not_mix_files_to_test_with_into_those_to_train_on():
         write(f"splits/{name}.jsonl", json.dumps(ROWS[3]))
         assert "splits: files to test with beside others (fix: 'splits/train*'" in refusal("splits")
         assert values("splits/train*") == ROWS[:2]
-        assert len(values("splits/*")) == 4
+        Path("splits/README.md").write_text("# as every data set has one")
+        assert "or 'splits/*.jsonl*' for all)" in refusal("splits")
+        assert len(values("splits/*.jsonl*")) == 4
         Path(f"splits/{name}.jsonl").unlink()
     write("held_out/test.jsonl", json.dumps(ROWS[0]))
     write("held_out/valid.jsonl", json.dumps(ROWS[1]))
@@ -151,6 +153,8 @@ def test_an_empty_text_of_a_table_is_a_text_as_in_jsonl():
         [{"text": ""}, {"text": "A document."}],
         [{"messages": turns}],
         [{"conversations": [{"from": "system", "value": ""}, {"from": "human", "value": "Hi"}]}],
+        [{"prompt": "", "completion": "Once upon a time"}],
+        [{"tool_calls": [{"function": {"name": "weather", "arguments": {"city": ""}}}]}],
     ):
         assert values(write_parquet("a.parquet", rows)) == rows
         datasets.Dataset.from_list(rows).save_to_disk("saved")

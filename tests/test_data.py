@@ -173,11 +173,39 @@ def test_up_to_ten_faults_are_listed(write, tokenizer):
         ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         ("a.json", "\n<!DOCTYPE html><html></html>", "an HTML page"),
         ("a.parquet", "PAR1", "a.parquet: cannot be read: ArrowInvalid: Parquet"),
+        ("a.md", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         ("a.xlsx", "PK", "a.xlsx: no .jsonl, .json, .csv"),
     ],
 )
 def test_files_that_hold_no_rows_are_told_why(write, name, content, message):
     assert message in refusal(read_rows, write(name, content))
+
+
+def test_a_text_may_begin_with_a_tag(write):
+    """As many a README.md, or a document of Wikipedia's dumps."""
+    write("page.md", '<p align="center">A page</p>')
+    assert [row.data["text"] for row in read_rows("page.md")] == ['<p align="center">A page</p>']
+
+
+def test_characters_of_private_use_are_characters(write, tokenizer):
+    """As icons in the text of web pages: they once stood for a picture."""
+    text = "icon \ue0f2 \ue0f0here\ue0f1"
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    write("a.jsonl", json.dumps({"messages": turns}))
+    (example,) = load_examples("a.jsonl", tokenizer, 256)
+    assert tokenizer.decode(example.ids).count(text) == 2
+
+
+def test_a_list_of_files_may_be_longer_than_a_files_name(write):
+    names = [write(f"part_{'x' * 60}_{i}.JSONL", LINE) for i in range(8)]
+    assert len(list(read_rows(",".join(map(str, names))))) == 8
+
+
+def test_a_wrong_name_is_told_before_a_row_of_the_others_is_read(write, tokenizer):
+    write("bad.jsonl", "no JSON")
+    assert "bda.jsonl: no such file" in refusal(load_examples, "bad.jsonl,bda.jsonl", tokenizer, 64)
+    rows = Rows("bad.jsonl", 64, eval_dataset="bda.jsonl")
+    assert "bda.jsonl: no such file" in refusal(load_data, rows, tokenizer, False)
 
 
 def test_what_is_no_file_is_told_with_its_neighbour(write):
@@ -452,6 +480,9 @@ def test_weights_count_what_is_drawn_after_long_texts_are_cut_or_dropped(write, 
     assert shares(load_examples("a.jsonl,b.jsonl", tokenizer, 64)) == [99, 30]
     train, held_out = split_by_hash(mixed, 0.3)
     assert len(train) + len(held_out) == 60  # of those that are drawn
+    assert "b.jsonl: weight 0.001 is no whole row (fix: a larger one" in refusal(
+        load_examples, "a.jsonl:1,b.jsonl:0.001", tokenizer, 64
+    )
     write("d.jsonl", json.dumps({"instruction": "word " * 300, "output": "d"}))
     assert "d.jsonl: no row is left of it" in refusal(
         load_examples, "a.jsonl:1,d.jsonl:1", tokenizer, 64

@@ -24,6 +24,12 @@ def test_columns_of_pictures_have_any_name():
     assert (row["images"], form) == (["a.png"], "chat")
 
 
+def test_columns_decide_the_form_of_rows_that_have_them_only():
+    columns = parse_columns("instruction=question,output=reply")
+    assert renamed({"question": "1 + 1?", "reply": "2"}, columns)[1] == "alpaca"
+    assert renamed({"messages": [user(), says()]}, columns)[1] == "chat"
+
+
 def user(text="Hi", **more):
     return {"role": "user", "content": text, **more}
 

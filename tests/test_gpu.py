@@ -29,7 +29,7 @@ from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.log_probs import token_log_probs
 from utils.model.loss import add_chunked_loss, settle_chunked_loss, summed_cross_entropy
 from utils.model.options import SHARDS_INTEGERS
-from utils.model.quantize import KINDS
+from utils.model.quantize import KINDS, dequantize
 from utils.plan.fit import available_room
 from utils.run.distributed import build_mesh, init_distributed, stop_distributed
 
@@ -327,6 +327,14 @@ def test_codes_of_experts_are_those_of_each_matrix_and_are_dequantized_together(
         alone = quantized(kind, weight, torch.bfloat16)
         assert torch.equal(codes, alone.weight)
         assert torch.equal(found, alone.dequantize())
+
+
+def test_experts_with_more_elements_than_32_bit_count_are_dequantized():
+    codes = torch.randint(256, (33, 2**13, 2**12), device="cuda", dtype=torch.uint8)
+    scale = torch.rand(33, 2**13, 2**7, device="cuda").view(torch.int32)
+    found = dequantize(codes, scale, torch.bfloat16)
+    for index in (0, 31, 32):
+        assert torch.equal(found[index], dequantize(codes[index], scale[index], torch.bfloat16))
 
 
 def test_llm_int8_on_one_rank_is_that_of_linear8bitlt_to_the_rounding_of_fp16():

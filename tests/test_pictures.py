@@ -95,7 +95,7 @@ def refusal(call, *args, **settings) -> str:
 def read(row: dict, form: str = "") -> tuple[list, list]:
     """([text of each message], sources); | where a picture stands."""
     messages, _, sources, _ = read_pictured(row, form or form_of(row), Counter())
-    return [m["content"].replace("\ue0f2", "|") for m in messages], sources
+    return [m["content"].replace("\ufdd2", "|") for m in messages], sources
 
 
 @pytest.mark.parametrize("name", [*NAMES, *MORE])

@@ -20,8 +20,10 @@ from shards import shard_training
 from tiny import tiny_config, tiny_model, tiny_model_folder
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from utils.model import quantize
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import add_adapters, base_names, freeze_base, load_adapter
@@ -263,12 +265,15 @@ def test_routers_stay_in_16_bit_and_experts_where_that_is_asked(family):
         assert (text in said) == keeps
 
 
-def test_experts_that_bitsandbytes_cannot_count_stay_in_16_bit():
-    sizes = {"intermediate_size": 2**14, "hidden_size": 2**12, "num_hidden_layers": 1}
-    model = build_model(tiny_config("mixtral", num_local_experts=16, **sizes), torch.float32)
-    said = quantize_linears(model.requires_grad_(False), Quant("4bit"), torch.float32)
-    assert "1 x experts gate_up_proj (bitsandbytes counts elements in 32 bit)" in said
-    assert "experts down_proj" not in said  # of 2**30
+def test_experts_that_bitsandbytes_cannot_count_are_dequantized_one_by_one(monkeypatch):
+    layer = NF4Linear(torch.empty(3, 48, 128), None, torch.bfloat16, "")
+    layer.copy_rows(0, torch.randn(3, 48, 128), "")
+    whole = layer.dequantize()
+    monkeypatch.setattr(quantize, "COUNTED", 3 * 48 * 128)
+    with profile() as calls:
+        assert torch.equal(layer.dequantize(), whole)
+    counts = {event.key: event.count for event in calls.key_averages()}
+    assert counts["bitsandbytes::dequantize_4bit"] == 3
 
 
 def test_nothing_to_quantize_is_refused():

@@ -6,7 +6,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
@@ -261,6 +261,8 @@ def load_data(
     """(examples, held-out examples or None). load: load_examples, or another function in its place. A
     tokenizer without a template of its own keeps "plain" if any row has turns: it is saved with the model.
     """
+    if rows.eval_dataset:
+        find_sources(rows.eval_dataset)  # a wrong name is said before all rows are tokenized
     examples = load(rows, tokenizer, progress)
     forms = {form for origin in examples.origins for form in origin.forms}
     if not tokenizer.template_name and forms - PLAIN:  # turns were rendered with it
@@ -277,7 +279,7 @@ def write_tokens(
     rows: Rows,
     bar: tqdm,
     folder: Path | str,
-    encode_chunks: Callable[[Iterable], Iterator[Part]],
+    encode_chunks: Callable,
 ) -> None:
     """Write the files that read_tokens reads. encode_chunks: chunks of rows -> a Part of each, in order.
     ConfigError for bad rows.

@@ -126,13 +126,14 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def renamed(row: dict, columns: dict[str, str]) -> tuple[dict, str]:
-    """(the row with its columns renamed to our keys, its form). For the form, renamed keys take priority.
+    """(the row with its columns renamed to our keys, its form). For the form, renamed keys take priority, if
+    the row has any of them.
     Turns that are JSON text, as in a table, are parsed.
     """
     mapped = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     row = {key: value for key, value in row.items() if key not in columns.values()} | mapped
     row |= {key: parsed(row, key) for key in ("messages", "conversations") if key in row}
-    return row, form_of(columns) or form_of(row)
+    return row, form_of(mapped and columns) or form_of(row)
 
 
 def to_messages(row: dict, form: str, notes: Counter) -> Read:
@@ -194,7 +195,7 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
             raise ValueError(f"history[{i}]: expected two texts, a question and its answer")
         question, answer = pair
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return conversation(row | {"turns": turns}, notes)
+    return conversation(row | {"history + output": turns}, notes, "history + output")
 
 
 def read_completion(row: dict, notes: Counter) -> Read:
@@ -204,7 +205,8 @@ def read_completion(row: dict, notes: Counter) -> Read:
             turn | {"weight": 0} if isinstance(turn, dict) else turn
             for turn in typed(row, "prompt", list)
         ]
-        return conversation(row | {"turns": turns + row["completion"]}, notes)
+        turns += row["completion"]
+        return conversation(row | {"prompt + completion": turns}, notes, "prompt + completion")
     for key in ("tools", "system"):
         if row.get(key):
             raise ValueError(
@@ -235,11 +237,14 @@ def read_tokens(row: dict, notes: Counter) -> Read:
     mask = row["attention_mask"]
     if any(value not in (0, 1) for value in mask):  # LLaMA-Factory's neat_packing
         raise ValueError("attention_mask: it numbers documents (fix: one a row, and --packing)")
+    for i, label in enumerate(row["labels"]):
+        if label not in (-100, ids[i]):
+            raise ValueError(f"labels[{i}]: expected -100 or {ids[i]}, the id, got {label!r:.40}")
     loss_mask = bytes(label != -100 for label in compress(row["labels"], mask))
     return [{"role": "tokens", "content": [*compress(ids, mask)], "loss_mask": loss_mask}], None
 
 
-def conversation(row: dict, notes: Counter, key="turns") -> Read:
+def conversation(row: dict, notes: Counter, key: str) -> Read:
     """(messages, tools) of a row with turns under row[key]."""
     messages: Messages = []
     last_role = ""
@@ -407,7 +412,9 @@ def text_of(holder: dict, key: str, path="") -> str:
     """holder[key]; ValueError unless it is text that is not blank."""
     text = typed(holder, key, str, path)
     if not text.strip():
-        raise ValueError(f"{path}{key}: empty")
+        raise ValueError(
+            f"{path}{key}: empty (fix: a text; recipes that train leave out such rows with --bad_rows drop)"
+        )
     return text
 
 

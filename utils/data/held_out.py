@@ -27,7 +27,12 @@ def mixed_rows(examples, order_of: Callable) -> Tensor:
     parts = []
     for origin in examples.origins:
         order = order_of(origin.last - origin.first, origin.name)
-        parts.append(origin.first + order[: round(total * origin.weight)].sort().values)
+        count = round(total * origin.weight)
+        check(
+            count,
+            f"{origin.name}: weight {origin.weight:g} is no whole row (fix: a larger one, or more others)",
+        )
+        parts.append(origin.first + order[:count].sort().values)
     return torch.cat(parts)
 
 

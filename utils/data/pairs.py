@@ -100,7 +100,12 @@ class LabelBatches(PairBatches):
     seq_len: int
     answer_of = None  # row -> the row whose answer it gets; None: its own answer
 
-    def desirable(self, rows: list[int]) -> Tensor:
+    def summary(self) -> str:
+        """The text that the plan prints, with the share of desirable answers."""
+        share = self.desirable(slice(None)).double().mean()
+        return f"{super().summary()}; {share:.0%} desirable"
+
+    def desirable(self, rows: list[int] | slice) -> Tensor:
         """(P,) bool: the labels of these rows."""
         return self.examples.row_sizes[self.examples.numbers[rows]] > 0
 

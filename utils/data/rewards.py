@@ -46,7 +46,7 @@ NUMBER = re.compile(
     r"""(?x) ^\D*$
     | (?: []}]\s*{ | \\[dt]?frac\s*\d | (?:\\sqrt|\^|(?<=[^\W_])_)\s*{? | (?<=[\d)}])\s*/\s* )
       -?[\d,]*\.?\d+
-    | ( -?(?:\d[\d,]*)?\.?\d+ )"""
+    | ( -?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d{1,3}(?!\d))? )"""
 )
 
 
@@ -266,7 +266,7 @@ def number_of(text: str) -> Decimal:
     """The first number after the last ####; without ####, the last number. Commas are ignored. NaN, which
     equals nothing, if it is a part of a formula, or if there is no number.
     """
-    _, mark, behind = text.rpartition("####")
+    _, mark, behind = text.replace("\N{MINUS SIGN}", "-").rpartition("####")
     numbers = NUMBER.findall(behind)
     return Decimal(numbers[0 if mark else -1].replace(",", "") or "nan")
 

@@ -5,6 +5,7 @@ several of these with weights. A .jsonl file is read line by line, so that an er
 import glob
 import gzip
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -51,8 +52,8 @@ def find_sources(name: str) -> list[Source]:
     """The sources that --dataset names: a file, a folder, a pattern or a data set; or several, separated by
     commas. Either all have a weight, a.jsonl:0.7,b.parquet:0.3, or none.
     """
-    parts = [name] if Path(name).exists() else name.split(",")
-    matches = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip()) for part in parts]
+    parts = [name] if os.path.exists(name) else name.split(",")
+    matches = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+(?:e-?\d+)?))?", part.strip()) for part in parts]
     check(all(matches), f"--dataset {name}: one of the names is empty")
     weights = [float(match[2] or 0) for match in matches]
     check(
@@ -93,7 +94,8 @@ def files_of(name: str) -> list[Path] | None:
         splits = {re.search(HELD_OUT, p.name) is None for p in files}
         check(
             len(splits) < 2,
-            f"{name}: files to test with beside others (fix: '{name}/train*', or '{name}/*' for all)",
+            f"{name}: files to test with beside others (fix: '{name}/train*',"
+            f" or '{name}/*{min(map(kind_of, files), default='')}*' for all)",
         )
     elif glob.has_magic(name) and not path.exists():
         files = sorted(map(Path, glob.glob(str(path), recursive=True)))
@@ -122,19 +124,20 @@ def files_of(name: str) -> list[Path] | None:
         len(kinds) == 1,
         f"{name}: files of several kinds, {', '.join(kinds)} (fix: the files, separated by commas)",
     )
+    for path in files:
+        check(path.is_file(), f"{path}: no such file{did_you_mean(path)}")
     return files
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that decides how a file is read; .gz is removed first."""
-    return Path(path.name.removesuffix(".gz")).suffix
+    """The suffix that decides how a file is read, in lower case; .gz is removed first."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def read_files(name: str, files: list[Path]) -> RawRows:
     """The rows of several files. ConfigError if a file cannot be read, or if there are no rows at all."""
     has_rows = False
     for path in files:
-        check(path.is_file(), f"{path}: no such file{did_you_mean(path)}")
         # gzip, zlib, csv, json, pyarrow
         with others_code(f"{path}: cannot be read", "a whole file; UTF-8, .csv with commas"):
             for row in read_file(path):
@@ -148,11 +151,12 @@ def read_files(name: str, files: list[Path]) -> RawRows:
 
 def read_file(path: Path) -> RawRows:
     """(where, row) of each row of one file; of .jsonl, the bytes of each line that is not blank."""
-    open_file = gzip.open if path.suffix == ".gz" else open
+    open_file = gzip.open if path.suffix.lower() == ".gz" else open
     kind = kind_of(path)
     with open_file(path, "rb") as file:
         reason = impostor(file.read(100))
-        check(not reason, f"{path}:1: {reason}")
+        # a text may begin with a tag
+        check(not reason or kind in (".txt", ".md") and "HTML" in reason, f"{path}:1: {reason}")
         file.seek(0)
         if kind == ".jsonl":
             # Only \n ends a line: U+2028 and U+0085 are text.

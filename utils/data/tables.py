@@ -13,9 +13,6 @@ from typing import BinaryIO
 from ..run.errors import check, others_code, print0
 from .formats import form_of
 
-# keys under which an empty text is one: an empty document, system turn or answer of a tool
-TEXT_KEYS = "text content value".split()
-
 
 def read_table(file: BinaryIO, kind: str, path: Path) -> Iterator:
     """(where, row) of each row of a file. kind: its suffix."""
@@ -28,7 +25,8 @@ def read_table(file: BinaryIO, kind: str, path: Path) -> Iterator:
     else:
         csv.field_size_limit(2**26)  # characters
         records = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-        rows = map(without_nulls, records)
+        # An empty field is a missing one, but an empty text is a document.
+        rows = ({k: v for k, v in record.items() if v or k == "text"} for record in records)
     return numbered(path, rows, 2 if kind == ".csv" else 1)
 
 
@@ -61,7 +59,7 @@ def rows_of(tables: Iterable) -> Iterator[dict]:
         yield from map(without_nulls, table.to_pylist())
 
 
-def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
+def open_data_set(name: str) -> tuple[list[Path], Callable]:
     """(files, a function that reads the rows) of a data set from the Hub, OWNER/NAME/CONFIG:SPLIT, or written
     by save_to_disk, FOLDER:SPLIT. Without a split "train" is read.
     """
@@ -97,15 +95,9 @@ def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
 
 
 def without_nulls(value: object) -> object:
-    """Remove nulls from a row of a table, which has every column in every row; and empty texts, except those
-    of TEXT_KEYS.
-    """
+    """Remove nulls from a row of a table: every row has every column, and every object every field."""
     if isinstance(value, dict):
-        return {
-            key: without_nulls(item)
-            for key, item in value.items()
-            if item is not None and (item != "" or key in TEXT_KEYS)
-        }
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value

@@ -21,8 +21,9 @@ from .formats import Messages
 # A folder without any of these has no tokenizer.
 VOCABULARY_FILES = """tokenizer.json *.model vocab.* *.tiktoken tekken.json
     tokenizer_config.json""".split()
-MARK = "\ue0f0{}\ue0f1"  # a placeholder for a text, to see whether and where a template writes it
-PLACE = "\ue0f2"  # stands for a picture in the content of a message
+# Unicode has noncharacters for such uses within a program. They are in no text.
+MARK = "\ufdd0{}\ufdd1"  # a placeholder for a text, to see whether and where a template writes it
+PLACE = "\ufdd2"  # stands for a picture in the content of a message
 SCHEMA = [
     {
         "type": "function",

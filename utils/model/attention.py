@@ -148,7 +148,7 @@ def causal_attention(
     """
     tokens, size = query.shape[2], value.shape[-1]
     if mask is None and sliding_window and tokens > sliding_window:
-        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
+        mask = query.new_ones(tokens, tokens, dtype=torch.bool)
         mask = mask.tril().triu(1 - sliding_window)
     if sinks is not None:
         query, key, value = (F.pad(tensor, (0, 8, 1, 0)) for tensor in (query, key, value))

@@ -25,7 +25,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
@@ -213,7 +213,7 @@ def init_lora(model: nn.Module, seed: int) -> None:
             local(parameter)[in_shard].copy_(full[in_full])
 
 
-def _magnitude(base: nn.Module) -> Tensor:
+def _magnitude(base):
     """DoRA's initial magnitudes: the norm of each output feature's weights, as peft's forward computes it."""
     if hasattr(base, "dequantize") or isinstance(base, nn.Linear):
         weight = base.dequantize() if hasattr(base, "dequantize") else local(base.weight)
@@ -415,7 +415,7 @@ def _all_linear(model, names):
     return sorted(config.target_modules)
 
 
-def _split_names(text: str, known: dict[str, nn.Module], flag: str) -> list[str]:
+def _split_names(text, known, flag):
     """The names in `text`, separated by commas. Raises ConfigError unless each is the end of a known name."""
     leaves = sorted({name.rpartition(".")[2] for name in known})
     wanted = [name.strip() for name in text.split(",") if name.strip()]

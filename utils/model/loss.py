@@ -294,7 +294,7 @@ def losses_and_grads(
     gradient of the weight, with several chunks in fp32, since a sum in 16 bit loses small terms.
     """
     by_hidden, by_weight, by_bias = (grad and is_wanted for is_wanted in wanted[:3])
-    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     d_hidden = torch.empty_like(hidden) if by_hidden else None
     d_weight = None
     sums = []  # the gradient of the weight in fp32, in blocks (ROWS, D); empty if there is one chunk

@@ -27,6 +27,7 @@ from .loading import CHUNK, Piece, local, local_box
 from .options import Quant
 
 BLOCK = 64  # weights that share an nf4 scale
+COUNTED = 2**31  # bitsandbytes' CUDA kernels count elements in 32 bit
 ADDED = re.compile(r"\.(lora_|modules_to_save\.|original_module)")  # modules that peft adds
 OUTLIER = 6.0  # LLM.int8(): columns with an activation above this are not quantized
 # Modules that choose experts, or tokens to attend to. They are small, but small errors in them have large
@@ -164,6 +165,11 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(codes, dtype=dtype)
         return torch.mul(codes, scale[..., None].mul(1.0 / 127.0), out=out)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+    if math.prod(shape) >= COUNTED:  # experts
+        out = codes.new_empty(shape, dtype=dtype)
+        for i, expert in enumerate(codes):
+            out[i] = dequantize(expert, scale[i], dtype)
+        return out
     return torch.ops.bitsandbytes.dequantize_4bit(
         codes.view(-1, 1), scale.view(-1), BLOCK, "nf4", shape, dtype
     )
@@ -271,8 +277,6 @@ def _reason(model, name, layer, weight, quant) -> str:
         return "a Conv1D: its rows are input features, the scales would run across ranks"
     if layer and not is_plain(model, name, layer):
         return f"a {type(layer).__name__} that {model.config.model_type} does not simply call"
-    if weight.numel() >= 2**31:
-        return "bitsandbytes counts elements in 32 bit"
     if quant.quantization == "4bit" and weight.shape[-1] % BLOCK:
         return f"{weight.shape[-1]} input features are no multiple of {BLOCK}"
     return ""

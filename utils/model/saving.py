@@ -88,8 +88,8 @@ def save_folder(
     out: Path,
     world: World,
     pieces: list[Piece],
-    parts: Callable[[Piece], Iterable[Part]],
-    prepare: Callable[[Path], None],
+    parts: Callable,
+    prepare: Callable,
     layout: tuple[dict[str, Place], dict[str, bytes]],
 ) -> None:
     """Write `out` in place of an older folder: complete or not at all.

@@ -86,7 +86,7 @@ class MemoryPlan(NamedTuple):
             write_plan(out, self.planned, measured | facts)
 
 
-def compare_reserved(ranks: tuple[dict[str, int], ...], comfortable: int) -> dict:
+def compare_reserved(ranks: tuple, comfortable: int) -> dict:
     """Compare the peak bytes that the GPU allocator had reserved, by rank and act, with the bytes that the
     plan calls comfortable. Returns facts for plan.json; {} on a CPU.
     """

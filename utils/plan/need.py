@@ -205,9 +205,7 @@ class Unit:
     last: int = 0
 
 
-def units_of(
-    model: nn.Module, setting: Setting
-) -> tuple[Unit, list[Unit], list[Unit], Unit | None, list[Unit]]:
+def units_of(model: nn.Module, setting: Setting) -> tuple:
     """(the root, the embedding and further tables, the blocks, the head, the layers of towers), as
     sharding.units forms them. The root has all other parameters. A tied head shares the embedding's unit,
     and is None here.

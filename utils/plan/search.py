@@ -160,13 +160,16 @@ def largest_seq_len(setting: Setting, room: Room) -> int:
     """The most tokens that fit in a micro-batch of one row, in steps of 64 and to 1 %; 0 if none fit."""
     one_row = replace(setting, batch_size=1, rows=setting.grad_accum)
     return TOKENS_STEP * largest_size(
-        lambda steps: replace(one_row, seq_len=TOKENS_STEP * steps), room
+        lambda steps: replace(one_row, seq_len=TOKENS_STEP * steps),
+        room,
+        setting.seq_len // TOKENS_STEP or 1,
     )
 
 
-def largest_size(setting_of: Callable[[int], Setting], room: Room) -> int:
+def largest_size(setting_of: Callable, room: Room, high=1) -> int:
     """The largest size up to MOST_SIZE with which a setting fits, to 1 %, and never one with which it does
-    not; 0 if none fits. Sizes above twice the result are not tried: some models take long to trace.
+    not; 0 if none fits. high: the first size to try. Others above twice the result are not tried: some models
+    take long to trace.
     """
 
     def fits(size):
@@ -174,7 +177,6 @@ def largest_size(setting_of: Callable[[int], Setting], room: Room) -> int:
         return answer_of(setting, need_of(setting), room) != TOO_LARGE
 
     low = 0
-    high = 1
     while high <= MOST_SIZE and fits(high):
         low = high
         high = 2 * high

@@ -332,7 +332,7 @@ def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
 
 
 @cache  # each new group adds threads that wake 100 times a second
-def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+def _mesh_of(_, device_type, names, sizes):
     backend = dict.fromkeys(names, BACKENDS[device_type])
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=backend)
     _set_timeouts(START_SECONDS)  # torch gives new groups 30 minutes

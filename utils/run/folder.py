@@ -150,7 +150,7 @@ def check_space(folder: Path, needed_bytes: int, world=ALONE, counted="") -> Non
         )
 
 
-def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
+def _claim(out, stem):
     """Make and lock `out`; None: the next free output/STEM-NNN. Returns (the folder, its owner: the text in
     the lock, which names this process).
     """

@@ -56,7 +56,7 @@ def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[
     return known, implied
 
 
-def _ours(flag: str, meaning: str | dict, text: str, kinds: dict) -> dict[str, str]:
+def _ours(flag, meaning, text, kinds):
     """Our settings for a flag of llama-recipes; {} if it changes nothing."""
     if isinstance(meaning, dict):
         value = text.lower().rpartition(".")[2]  # such as ShardingStrategy.FULL_SHARD

@@ -9,7 +9,7 @@ import inspect
 import typing
 
 
-def help_text(cls: type, kinds: dict[str, tuple[type, str | None]]) -> str:
+def help_text(cls: type, kinds: dict) -> str:
     """The recipe's docstring, then its flags by group: values, meaning, default. kinds: see settings.py."""
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     lines = [(inspect.getmodule(cls).__doc__ or "").strip()]

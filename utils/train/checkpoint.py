@@ -187,7 +187,7 @@ class _Writer(dcp.FileSystemWriter):
         future.set_result([*results, dcp.storage.WriteResult(index, 0, self.fs.digests)])
         return future
 
-    def finish(self, metadata, results: list[list[dcp.storage.WriteResult]]) -> None:
+    def finish(self, metadata, results: list) -> None:
         """On rank 0, after all ranks have written: sync the files, then the folder, and rename it."""
         files = {}
         for of_rank in results:

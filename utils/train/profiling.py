@@ -102,10 +102,8 @@ def start_wandb(folder: Path, done: int) -> tuple[Callable, Callable]:
     return run.log, lambda: atexit.register(run.finish)
 
 
-def start_recording(
-    out: Path, world: World, done: int, steps: int, options
-) -> tuple[torch.profiler.profile | None, list[Tracker]]:
-    """Start the profiler and, on rank 0, the trackers that are asked for. done: the step resumed from.
+def start_recording(out: Path, world: World, done: int, steps: int, options) -> tuple:
+    """Start the profiler, or None, and the trackers on rank 0, as asked for. done: the step resumed from.
     options: the settings profile, tensorboard and wandb.
     """
     profiler = None
