@@ -253,7 +253,7 @@ def main(cfg: Config) -> Path:
         # The flag's, or the checkpoint's; 0: divide_batch computes it.
         given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
-        multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
+        multiple = math.gcd(cfg.seq_len, 64 if world.gpu_name else 8)
         setting = from_settings(
             Setting,
             cfg,

@@ -236,7 +236,7 @@ def main(cfg: Config) -> None:
         texts = answer(cfg, model, tokenizer, prompts, encoded, asked, settings, world, more_inputs)
         lines = []
         for i, text in zip(asked, texts, strict=True):
-            row = {"prompt": prompts[i].content, "answer": text}
+            row = {"where": prompts[i].where, "prompt": prompts[i].content, "answer": text}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         with together(world):
             if world.rank == 0:

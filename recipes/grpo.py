@@ -333,7 +333,7 @@ def main(cfg: Config) -> Path:
             f" more than the model's {positions:,} positions (fix: less of --max_new_tokens or --seq_len)",
         )
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
-        multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
+        multiple = math.gcd(cfg.seq_len, 64 if world.gpu_name else 8)
         completions = cfg.global_batch_size * cfg.group_size
         micro_batches = math.ceil(math.ceil(completions / learners) / cfg.batch_size)
         setting = from_settings(

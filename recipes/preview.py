@@ -14,6 +14,7 @@ such as --lr, are named and left out. Exit code 1: the run does not fit.
 """
 
 import gc
+import math
 import sys
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -262,7 +263,7 @@ def main(cfg: Config) -> bool:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     # A GPU selects, or compiles, kernels for each length: use few different lengths.
-    multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
+    multiple = math.gcd(cfg.seq_len, 64 if world.gpu_name else 8)
     with together(world):
         longest = longest_row(cfg.seq_len, cfg.packing, multiple, *parts)
         setting = from_settings(

@@ -768,6 +768,16 @@ def test_a_check_that_passes_leaves_nothing_and_says_what_it_has_seen(said, mode
     assert sorted(os.listdir()) == before
 
 
+def test_rows_are_not_padded_beyond_seq_len_and_learned_positions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = tiny_model_folder(tmp_path / "m", "gpt2", max_position_embeddings=100, vocab_size=271)
+    write("a.jsonl", lines({"text": "word " * 50}))
+    settings = {"seq_len": 100, "steps": 3, "param_dtype": "fp32", "output_dir": "run"}
+    finetune.main(finetune.Config(model=str(model), dataset="a.jsonl", **settings))
+    with open("run/metrics.jsonl") as file:
+        assert [json.loads(line)["tokens"] for line in file].count(100) == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "rope", "expected"),
     [

@@ -512,9 +512,11 @@ def test_the_form_and_each_sources_share_are_told(write, tokenizer):
 def test_reading_ends_some_rows_after_the_first_fault(write, tokenizer, monkeypatch):
     monkeypatch.setattr(data, "MORE_ROWS", 100)
     file = write("endless.jsonl", "\n".join([LINE] * 10 + [BAD[0]] * 5000))
-    *_, last = refusal(load_examples, file, tokenizer, 64).splitlines()
-    # of 192 rows, three chunks
-    assert last == "and 172 more (recipes that train take --bad_rows drop)"
+    # of 192 rows, three chunks; rows with the same fault share a line
+    first = ", ".join(f"{file}:{line}" for line in range(11, 16))
+    said = refusal(load_examples, file, tokenizer, 64)
+    assert said.startswith(f"{first} and 177 more: messages[1].role: 'bot' is not one of")
+    assert "\n" not in said
 
 
 # --- examples -> global batches

@@ -345,6 +345,7 @@ def test_a_start_that_was_killed_goes_on_after_the_answers_that_are_kept(llama, 
     on_rank(None, flags)
     whole = output.read_text().splitlines()
     assert [json.loads(line)["prompt"] for line in whole] == path.read_text().splitlines()
+    assert [json.loads(line)["where"] for line in whole[:2]] == [f"{path}:1", f"{path}:2"]
     output.unlink()
 
     kept = generate.unfinished_file(generate.Config(**flags), [])

@@ -414,6 +414,19 @@ def test_every_mode_becomes_rgb_of_the_same_shade(mode, tmp_path):
     assert all(abs(value - shade) <= 1 for value in made.getpixel((3, 3)))
 
 
+@pytest.mark.parametrize("mode", ["LA", "RGBA", "P"])
+def test_behind_a_picture_is_white(mode, tmp_path):
+    """As in vLLM. Charts and formulas are black on nothing: on black they could not be seen."""
+    image = Image.new("RGBA", (8, 6), (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (0, 0, 4, 6))
+    if mode == "P":
+        image.quantize(2).save(tmp_path / "t", "PNG")
+    else:
+        image.convert(mode).save(tmp_path / "t", "PNG")
+    made = decoded(described("t", tmp_path, 0), tmp_path, 0)
+    assert [made.getpixel((x, 3)) for x in (1, 6)] == [(0, 0, 0), (255, 255, 255)]
+
+
 def test_pictures_of_datasets_come_as_the_bytes_of_their_files(tmp_path):
     (tmp_path / "a.jpg").write_bytes(png(format="JPEG"))
     pictures = [

@@ -149,6 +149,22 @@ PAIRS = [  # (row, the turns before the answers)
         {**TEXTS, "prompt": transcript(*EARLIER, ASK, says("")).rstrip()},
         [*EARLIER, ASK],
     ),
+    (  # the answers repeat turns of the prompt, not all of them
+        {
+            "prompt": [*EARLIER, ASK],
+            "chosen": [ASK, GOOD],
+            "rejected": [ASK, BAD],
+        },
+        [*EARLIER, ASK],
+    ),
+    (
+        {
+            "messages": [*EARLIER, ASK],
+            "chosen": [ASK, GOOD],
+            "rejected": [ASK, BAD],
+        },
+        [*EARLIER, ASK],
+    ),
     (  # a question about a transcript is none
         {**TEXTS, "prompt": "Human: One\n\nAssistant: Two\n\nIs it good?"},
         [user("Human: One\n\nAssistant: Two\n\nIs it good?")],
@@ -177,10 +193,14 @@ def test_a_pair_of_each_form_is_two_conversations_of_finetune(tokenizer, row, pr
         ({"messages": [*EARLIER, ASK, GOOD]}, [*EARLIER, ASK, GOOD]),
         ({"conversations": shares(ASK, GOOD)}, [ASK, GOOD]),
         ({"instruction": "Say hi", "output": "Hi to you"}, [ASK, GOOD]),
+        ({"prompt": [*EARLIER, ASK], "completion": [ASK, GOOD]}, [*EARLIER, ASK, GOOD]),
     ],
 )
 def test_an_answer_with_a_label_is_the_conversation_of_finetune(tokenizer, row, turns):
     rows = [row | {"label": True}, row | {"label": False}, row | {"kto_tag": False}]
+    assert tokens(load([row | {"label": 1}, row | {"label": 0.0}], tokenizer, "labels")) == tokens(
+        load(rows[:2], tokenizer, "labels")
+    )
     labels = load(rows, tokenizer, task="labels")
     want = load([{"messages": turns}], tokenizer, task="rows", train_on="last_assistant")
     assert tokens(labels) == tokens(want) * 3
@@ -261,6 +281,10 @@ WRONG = [
     ({"chosen": "a", "rejected": "b"}, "prompt: missing; the row has 'chosen', 'rejected'"),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, "after 2 turns of the prompt"),
     ({"chosen": [ASK, GOOD], "rejected": [user("x"), BAD]}, "no common beginning"),
+    (  # a transcript that goes on with a question
+        {"chosen": transcript(ASK, GOOD, user("x")), "rejected": transcript(ASK, BAD)},
+        "none of the user at the end (fix: remove these rows;",
+    ),
     (
         {**TEXTS, "chosen": [user("x"), GOOD], "rejected": [user("x"), BAD]},
         "prompt: none of the turns",
@@ -281,9 +305,9 @@ def test_a_row_that_is_wrong_is_told_by_its_place(tokenizer, row, why):
     assert why in told(row, tokenizer)
 
 
-@pytest.mark.parametrize("value", [1, 0, "true", "False", "good", [True]])
+@pytest.mark.parametrize("value", [2, -1, "true", "False", "good", [True]])
 @pytest.mark.parametrize("key", ["label", "kto_tag"])
-def test_only_true_and_false_are_labels(tokenizer, key, value):
+def test_only_true_and_false_and_1_and_0_are_labels(tokenizer, key, value):
     said = told({"prompt": "a", "completion": "b", key: value}, tokenizer, "labels")
     assert said.startswith(f"{key}: expected true or false, got {value!r}")
     assert "(fix: true or false, without quotes" in said

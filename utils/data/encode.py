@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..run.errors import ConfigError, check
+from ..run.errors import ConfigError, check, first_five
 from .chats import encode_chat, render_chats
 from .formats import parse_columns, renamed, to_messages
 from .rows import as_object
@@ -135,7 +135,10 @@ class Part:
         """Raise ConfigError for bad rows (the first ten, and the number of others), for columns that no row
         has, and if all rows were dropped.
         """
-        faults = [f"{where}: {reason}" for where, reason in self.bad]
+        places = {}  # reason -> where
+        for where, reason in self.bad:
+            places.setdefault(reason, []).append(where)
+        faults = [f"{first_five(where)}: {reason}" for reason, where in places.items()]
         if self.bad and rows.bad_rows == "error":
             lines = faults[:MOST_FAULTS]
             if faults[MOST_FAULTS:]:

@@ -196,12 +196,12 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
 
 def longest_row(seq_len: int, packing: bool, multiple: int, *parts: Examples | None) -> int:
     """Tokens of the longest row of any batch, padded to a multiple as collate does. With packing: always
-    seq_len.
+    seq_len. multiple: divides seq_len.
     """
     if packing:
         return seq_len
     longest = max(int(part.lengths.max()) for part in parts if part)
-    return min(seq_len, math.ceil(longest / multiple) * multiple)
+    return math.ceil(longest / multiple) * multiple
 
 
 def check_positions(model: nn.Module, *parts: Examples | None, longest=0) -> None:

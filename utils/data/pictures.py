@@ -130,14 +130,17 @@ def process(processor, rows: list[list[Image.Image]]) -> dict:
             processor(text=texts, images=rows, padding=len(rows) > 1, return_tensors="pt")
         )
     except Exception as error:  # unusual sizes may raise anything
-        raise ValueError(f"the model's processor: {reason_of_others(error)}") from None
+        sizes = [image.size for pictures in rows for image in pictures]
+        raise ValueError(
+            f"the model's processor: {reason_of_others(error)}, for pictures of {sizes} ({REMEDY})"
+        ) from None
     del output["attention_mask"]
     output.pop("cross_attention_mask", None)  # it depends on the text: see picture_batches.py
     return output
 
 
 @lru_cache(maxsize=2**14)
-def picture_texts(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
+def picture_texts(processor, sizes: tuple[Size, ...]) -> tuple:
     """(texts, patches) for the pictures of a row. texts: what replaces the placeholder of each picture, as
     text. patches: their cost in the vision tower, in patches of 14 x 14 pixels. Both depend only on the sizes
     of the pictures.
@@ -209,7 +212,7 @@ def check_places(processor, text: str, pictures: list) -> None:
         )
 
 
-def with_pictures(processor, tokenizer, chat: Chat, pictures: list) -> tuple[Chat, int, int]:
+def with_pictures(processor, tokenizer, chat: Chat, pictures: list) -> tuple:
     """(chat, end, patches): the chat with each placeholder replaced by the tokens of its picture, as text;
     the character where the last picture ends; the number of patches. pictures: from `sized`.
     """
@@ -328,7 +331,7 @@ def read_pictured(row: dict, form: str, notes: Counter) -> tuple:
     if sources.count(None) != len(listed):
         raise ValueError(
             f"{len(listed)} pictures for {sources.count(None)} places in the texts"
-            ' (fix: one <image>, or one {"type": "image"}, for each of "images")'
+            ' (fix: one <image>, or one {"type": "image"}, for each of "images"; < image> is no place)'
         )
     if any(m["role"] == "assistant" and PLACE in m["content"] for m in messages):
         raise ValueError("a picture in a turn of the assistant, which writes none")
@@ -399,8 +402,8 @@ def file_of(source: str, folder: str) -> Path | io.BytesIO:
     file = (root / (unquote(url.path) if url.scheme else source)).resolve()
     if not file.is_relative_to(root):
         raise ValueError(
-            f"it leads out of {folder}, to {file}; symbolic links must not do so either (fix: --image_dir"
-            " FOLDER, and paths relative to it)"
+            f"it leads out of {folder}, to {str(file):.200}; symbolic links must not do so either (fix:"
+            " --image_dir FOLDER, and paths relative to it; before base64 write data:image/jpeg;base64,)"
         )
     if not os.path.isfile(file):
         raise ValueError(
@@ -459,6 +462,9 @@ def decoded(picture: list, folder: str, max_pixels: int) -> Image.Image:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits
             image = image.convert("I").point(lambda value: value / 256).convert("L")
+        if image.has_transparency_data:  # what is behind is white, as in vLLM
+            behind = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(behind, image.convert("RGBA"))
         image = image.convert("RGB")
         if [*fitted(image.size, max_pixels), bytes_of(source, folder)] != size:
             raise ValueError("it was changed since its tokens were made (fix: start again)")

@@ -16,7 +16,8 @@ has no chat template; otherwise they are chat turns.
 
 The prompt of a pair is the common beginning of both conversations. The prompt of a conversation with a label
 is all but its last turn. The rest is the answer, trained by the rule of chats.py. A text `prompt` beside
-whole conversations must be one of their user turns before the answers (UltraFeedback, ORPO-DPO-mix).
+whole conversations must be one of their user turns before the answers (UltraFeedback, ORPO-DPO-mix). Turns
+of a prompt that the answers do not repeat come before them.
 The prompt must have the same tokens in both sequences of a pair.
 
 Sources of these forms: https://huggingface.co/docs/trl/dataset_formats,
@@ -32,6 +33,7 @@ from .chats import encode_chat, render_chats
 from .documents import encode_plain
 from .formats import (
     PREFERENCES,
+    REMEDY,
     ROLES,
     Messages,
     Read,
@@ -73,8 +75,12 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
     cuts = []
     prompts = []
     for messages, tools in sides:
-        if not messages[start:] or messages[start]["role"] not in ("assistant", "text"):
-            raise ValueError(f"after {start} turns of the prompt, expected one of the assistant")
+        roles = [message["role"] for message in messages[start:]]
+        if not roles or roles[0] not in ("assistant", "text") or roles[-1] == "user":
+            raise ValueError(
+                f"after {start} turns of the prompt, expected one of the assistant, and none of the user at"
+                f" the end ({REMEDY})"
+            )
         messages[:start] = [message | {"weight": 0} for message in messages[:start]]
         if messages[0]["role"] == "text":
             ids, mask = encode_plain(tokenizer, messages, notes)
@@ -113,11 +119,11 @@ def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
             "expected chosen and rejected, or a label with prefer.py --loss kto, and what they answer (fix:"
             " --columns prompt=THEIRS,chosen=THEIRS,rejected=THEIRS; first sort both by a label of the best)"
         )
-    if not isinstance(label, bool):
+    if label not in (0, 1):
         raise ValueError(
-            f"{key}: expected true or false, got {label!r:.40} (fix: true or false, without quotes, in JSON)"
+            f"{key}: expected true or false, got {label!r:.40} (fix: true or false, without quotes, or 1, 0)"
         )
-    return {ANSWER_OF.get(prompt_key, prompt_key): label}
+    return {ANSWER_OF.get(prompt_key, prompt_key): bool(label)}
 
 
 def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Counter) -> Read:
@@ -126,6 +132,11 @@ def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Count
     first = turns[0] if turns else None
     role = str(first.get(keys_of(first)[0])) if isinstance(first, dict) else ""
     if key == prompt_key or ROLES.get(role) in ("system", "user"):
+        earlier = row.get(prompt_key)
+        for i in range(len(earlier) if isinstance(earlier, list) else 0):
+            if earlier[i:] == turns[: len(earlier) - i]:
+                turns = earlier[:i] + turns
+                break
         return conversation(row | {key: turns}, notes, key)
     if prompt_key == "instruction":
         return read_alpaca(row | {"output": row[key]}, notes)

@@ -37,7 +37,7 @@ from .questions import Question, Questions, scored
 # --- rewards
 
 FORMS = "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight (fix: exact:0.5)"
-TYPES = " (texts or messages, as prompts; --columns instruction=THEIRS makes messages)"
+TYPES = " (texts or messages, as prompts; --columns instruction=THEIRS makes messages; a list is returned)"
 SEPARATOR = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
 ONE_REWARD = re.compile(r"(?:regex:(.+?)|(?:(.+\.py):)?(\w+))(?::([+-]?\d*\.?\d+))?", re.S)
 # The group is empty if there is no number, and for parts of a formula: the 3 of \frac{14}{3}, \frac23,

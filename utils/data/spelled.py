@@ -3,9 +3,7 @@
 import re
 
 
-def encode_hidden(
-    tokenizer, text: str, special_tokens: tuple, marks: re.Pattern
-) -> tuple[list[int], list[tuple[int, int]]]:
+def encode_hidden(tokenizer, text: str, special_tokens: tuple, marks: re.Pattern) -> tuple:
     """(ids, offsets) of a text. Special tokens that are hidden behind marks are encoded as ordinary text; the
     others stay special tokens. special_tokens: from tokens.special_tokens.
 

@@ -445,7 +445,7 @@ def hidden(tokenizer, value: object) -> object:
 
 
 @lru_cache(maxsize=8)
-def special_tokens(tokenizer) -> tuple[re.Pattern, dict[str, str], dict[str, str]]:
+def special_tokens(tokenizer) -> tuple:
     """(a pattern that matches special tokens, hidden characters -> special token, special token -> hidden
     characters).
     """

@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ..run.distributed import World, together
 from ..run.errors import check, first_five, others_code
 from ..run.units import seed_of
-from .folder import Source, TensorInfo, read_config, read_json
+from .folder import Source, read_config, read_json
 from .loading import local_parts, whole
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "shapes"
@@ -93,9 +93,7 @@ def open_config(name: str, world: World, tokenizer: str, trust_remote_code: bool
         return Source(folder, read_config(folder, trust_remote_code), {})
 
 
-def plan_weights(
-    model: nn.Module, dtype: torch.dtype
-) -> tuple[dict[str, TensorInfo], dict[str, list[Step]]]:
+def plan_weights(model: nn.Module, dtype: torch.dtype) -> tuple:
     """(the tensors that save_pretrained would write, in `dtype` and in no file; the steps that draw each
     tensor of the state). model: on meta, not sharded; nothing is allocated.
 

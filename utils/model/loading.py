@@ -100,9 +100,7 @@ def local_box(parameter: Tensor, piece: Piece) -> tuple[Box, Box] | None:
     return tuple(in_shard), tuple(in_piece)
 
 
-def lay_out(
-    pieces: list[Piece], save_dtype=None, max_file_bytes=5e9, stem="model"
-) -> tuple[dict[str, Place], dict[str, bytes]]:
+def lay_out(pieces: list[Piece], save_dtype=None, max_file_bytes=5e9, stem="model") -> tuple:
     """(place of each tensor by its name, header of each file by the file's name), file after file.
     save_dtype: the dtype for floating-point tensors; None: as in the pieces.
     """

@@ -55,9 +55,7 @@ IGNORED = """peft_version task_type auto_mapping base_model_name_or_path revisio
     inference_mode""".split()
 
 
-def adapt(
-    model: nn.Module, lora: Lora, quant: Quant, dtype: torch.dtype
-) -> tuple[LoraConfig, dict[str, list[str]]]:
+def adapt(model: nn.Module, lora: Lora, quant: Quant, dtype: torch.dtype) -> tuple:
     """Add adapters to a model on meta and freeze its base, in place. Returns (the adapters' config,
     base_names). dtype: of the computation.
     """

@@ -90,7 +90,7 @@ def save_folder(
     pieces: list[Piece],
     parts: Callable,
     prepare: Callable,
-    layout: tuple[dict[str, Place], dict[str, bytes]],
+    layout: tuple,
 ) -> None:
     """Write `out` in place of an older folder: complete or not at all.
 

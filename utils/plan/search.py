@@ -189,9 +189,7 @@ def largest_size(setting_of: Callable, room: Room, high=1) -> int:
     return low
 
 
-def fit_levers(
-    setting: Setting, room: Room, any_method: bool
-) -> tuple[Setting, dict[str, object], str]:
+def fit_levers(setting: Setting, room: Room, any_method: bool) -> tuple:
     """--fit: (the fastest setting that fits; the values of the flags to change; the line to print).
     ConfigError if nothing fits.
     """

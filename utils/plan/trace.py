@@ -269,7 +269,7 @@ def attention_on_meta(
     )[0]
 
 
-def kinds_of(model: nn.Module) -> tuple[list[int], list[nn.Module]]:
+def kinds_of(model: nn.Module) -> tuple:
     """(the kind of each block, the first block of each kind). Blocks of one kind have the same class,
     attention and parameter shapes. The first block is a kind of its own if no gradient flows to its input.
     """

@@ -95,7 +95,7 @@ def split_words(argv: list[str]) -> dict[str, str]:
     return texts
 
 
-def kinds_of(cls: type) -> dict[str, tuple[type, str | None]]:
+def kinds_of(cls: type) -> dict[str, tuple]:
     """Each setting's type, and the value that its flag means without a value (None: it needs one)."""
     return {
         name: (
