@@ -35,6 +35,7 @@ import transformers
 from tqdm import tqdm
 
 from utils.data.encode import Rows
+from utils.data.formats import parse_columns, renamed
 from utils.data.prompts import Prompt, prompt_ids, turns_of
 from utils.data.rows import as_object, find_sources
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
@@ -80,6 +81,7 @@ class Config:
     checkpoint: str = ""  # run folder (its newest checkpoint), or one checkpoint of it
     trust_remote_code: bool = False  # run Python code that comes with the model
     prompts: str = ""  # .txt with one prompt per line, or .jsonl rows with "prompt" or "messages"
+    columns: str = ""  # our key=your column: prompt=question,system=instructions
     image_dir: str = ""  # folder of the pictures; empty: folder of the data file
     image_max_pixels: int = 0  # shrink larger pictures, before the model's processor; 0: never
     chat: bool = False  # talk in the terminal; an empty line or Ctrl-D ends it
@@ -181,7 +183,7 @@ def main(cfg: Config) -> None:
             f"--image_dir, --image_max_pixels: {trained.name} reads no pictures (fix: leave them out)",
         )
         if cfg.prompts:
-            prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system, read_row)
+            prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system, read_row, cfg.columns)
         settings = generation_settings(cfg, model, trained.source.folder, tokenizer, world)
         positions = positions_of(model)
         at_once = KEPT_BATCHES * cfg.batch_size  # prompts whose answers are written together
@@ -402,28 +404,34 @@ class Row(NamedTuple):
     data: dict
 
 
-def read_rows(name: str | Path) -> list[Row]:
-    """All rows of the data that a flag names, unchanged. ConfigError names the first bad row."""
+def read_rows(name: str | Path, columns="") -> list[Row]:
+    """All rows of the data that a flag names, with columns renamed. ConfigError names the first bad row."""
     rows = []
+    wanted = parse_columns(columns)
+    found = set()
     for where, value in chain.from_iterable(source.read() for source in find_sources(str(name))):
         try:
-            rows.append(Row(where, as_object(value)))
+            row = as_object(value)
+            found |= row.keys()
+            rows.append(Row(where, renamed(row, wanted)[0]))
         except ValueError as fault:
             raise ConfigError(f"{where}: {fault}") from None
+    for ours, theirs in wanted.items():
+        check(theirs in found, f"--columns {ours}={theirs}: no row has {theirs!r}")
     return rows
 
 
 def read_prompts(
-    path: Path, raw: bool, system: str, pictured: Callable | None = None
+    path: Path, raw: bool, system: str, pictured: Callable | None = None, columns=""
 ) -> list[Prompt]:
     """The prompts of a file: the lines of a .txt file that are not blank, or the rows of another file.
 
     raw: prompts are texts to complete, not messages. system: a system turn to put before each prompt; "":
-    none. pictured: makes the prompt of a row, for a model that reads pictures. ConfigError names the file and
-    the line.
+    none. pictured: makes the prompt of a row, for a model that reads pictures. columns: as the flag.
+    ConfigError names the file and the line.
     """
     prompts = []
-    for row in read_rows(path):
+    for row in read_rows(path, columns):
         if not row.where.removesuffix(".gz").endswith((".txt", ".md")):
             prompts.append(prompt_of_row(row, raw, pictured))
             continue

@@ -469,3 +469,15 @@ def test_messages_and_tools_are_read_as_for_training(tmp_path):
     file.write_text(json.dumps({"instruction": "Add.", "input": "1 and 2", "output": "3"}) + "\n")
     (prompt,) = generate.read_prompts(file, False, "")
     assert prompt.content == [{"role": "user", "content": "Add.\n\n1 and 2"}]
+
+
+def test_columns_may_have_any_name(tmp_path):
+    file = tmp_path / "asked.csv"
+    file.write_text("question,instructions\n1 + 1?,Be brief.\n")
+    columns = "prompt=question,system=instructions"
+    (prompt,) = generate.read_prompts(file, False, "", columns=columns)
+    assert [turn["content"] for turn in prompt.content] == ["Be brief.", "1 + 1?"]
+    with pytest.raises(ConfigError, match=r"no prompt to answer.*\(fix: --columns prompt=THEIRS"):
+        generate.read_prompts(file, False, "")
+    with pytest.raises(ConfigError, match="--columns system=instruction: no row has 'instruction'"):
+        generate.read_prompts(file, False, "", columns="prompt=question,system=instruction")

@@ -11,7 +11,7 @@ from .tokens import adds_bos, encode, hidden, render
 
 FORMS_OF_PROMPTS = (
     'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
-    " (fix: rename its key; eval.py, grpo.py take --columns prompt=THEIRS; texts: eval.py --task perplexity)"
+    " (fix: --columns prompt=THEIRS, or instruction=THEIRS,input=THEIRS; texts: eval.py --task perplexity)"
 )
 # Keys that belong to the prompt beside its turns, and keys of pictures, which to_messages refuses.
 EXTRAS = ("system", "tools", *(key for key, reason in REFUSED.items() if reason == PICTURES))
