@@ -115,8 +115,9 @@ def given(flag, completions, **columns):
 
 
 def test_exact_ignores_white_space_around_and_rows_without_an_answer():
-    answers = ["cat", "dog", None, 7]
-    assert given("exact", [" cat\n", "Dog", "x", "7"], answer=answers) == [1, 0, None, 1]
+    answers = ["cat", "dog", None, 7, 7.0, 7.5]
+    said = [" cat\n", "Dog", "x", "7", "7", "7"]
+    assert given("exact", said, answer=answers) == [1, 0, None, 1, 1, 0]
 
 
 def test_thoughts_of_an_answer_are_not_compared():

@@ -255,9 +255,7 @@ def load_examples(rows: Rows, tokenizer, progress=False) -> Examples:
             return read_tokens(folder)
 
 
-def load_data(
-    rows: Rows, tokenizer, progress: bool, load=load_examples
-) -> tuple[Examples, Examples | None]:
+def load_data(rows: Rows, tokenizer, progress: bool, load=load_examples) -> tuple:
     """(examples, held-out examples or None). load: load_examples, or another function in its place. A
     tokenizer without a template of its own keeps "plain" if any row has turns: it is saved with the model.
     """

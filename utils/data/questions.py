@@ -81,7 +81,7 @@ def scored(ids: list[int], first: int, where="") -> Example:
     return Example(tokens, labels, where)
 
 
-def windows(tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
+def windows(tokens: int, seq_len: int, stride: int) -> Iterator:
     """(begin, first scored token, end) of each window over a text of so many tokens. A window has at most
     seq_len tokens; stride < seq_len. Each token but the first is scored once, with a context of at least
     seq_len - stride tokens, or all tokens before it if there are fewer.

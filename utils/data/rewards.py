@@ -241,7 +241,11 @@ def completion_text(completion: str | list[dict]) -> str:
 
 
 def without_thoughts(answer: object) -> str:
-    """An answer as text, from behind its last </think> if it has one."""
+    """An answer as text, from behind its last </think> if it has one. 4.0 is 4: pandas makes floats of whole
+    numbers in a column with gaps.
+    """
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
     return str(answer).rpartition("</think>")[2]
 
 

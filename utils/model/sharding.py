@@ -137,7 +137,7 @@ def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
     }
     found = []
     inside = set()
-    for module in model.modules():
+    for module in model.modules() if kept else ():
         own = {*module.parameters()}
         if own and own <= kept and module not in inside:
             found.append(module)

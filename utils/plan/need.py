@@ -527,7 +527,7 @@ cached_record = lru_cache(maxsize=256)(record_step)
 
 
 @lru_cache(maxsize=256)
-def sizes_of(setting: Setting) -> tuple[States, tuple, int]:
+def sizes_of(setting: Setting) -> tuple:
     """(the states, the units of units_of, bytes on the host for offloaded states), which do not depend on the
     rows. Offloaded weights and gradients are in page-locked memory.
 

@@ -116,7 +116,7 @@ def send_weights(model: nn.Module, weights: list[Weight], roles: Roles) -> None:
         del shard
 
 
-def receive_weights(weights: list[Weight], roles: Roles) -> Iterator[tuple[str, Tensor]]:
+def receive_weights(weights: list[Weight], roles: Roles) -> Iterator:
     """(name, this generator's rows) of each parameter, as the learners send them. The caller must consume
     all. Waits for the learners to send, at most as long as set_timeout allows.
 
