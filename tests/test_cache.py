@@ -132,7 +132,7 @@ def test_bad_rows_are_named_and_nothing_is_kept(files, everything_is_large, tmp_
     with pytest.raises(ConfigError) as refused:
         load_examples(bad, load_tokenizer(files[0]), 64)
     first, second = str(refused.value).splitlines()
-    assert first == f"{bad}:401: messages: expected list, got number"
+    assert first.startswith(f"{bad}:401: messages: expected list, got number (fix: ")
     assert second.startswith(f"{bad}:601: not JSON")
     assert kept(everything_is_large) == []
 

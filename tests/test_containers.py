@@ -122,6 +122,9 @@ def test_a_folder_does_not_mix_files_to_test_with_into_those_to_train_on():
         assert "splits: files to test with beside others (fix: 'splits/train*'" in refusal("splits")
         assert values("splits/train*") == ROWS[:2]
         Path("splits/README.md").write_text("# as every data set has one")
+        Path("splits/dataset_infos.json").write_text("{}")
+        names = ", ".join(sorted({"testimonials", "train", name.partition("-0")[0]}))
+        assert f"(fix: 'splits/train*', if it is one of: {names};" in refusal("splits")
         assert "or 'splits/*.jsonl*' for all)" in refusal("splits")
         assert len(values("splits/*.jsonl*")) == 4
         Path(f"splits/{name}.jsonl").unlink()
@@ -160,6 +163,43 @@ def test_an_empty_text_of_a_table_is_a_text_as_in_jsonl():
         datasets.Dataset.from_list(rows).save_to_disk("saved")
         assert values("saved") == rows
     assert values(write_csv("a.csv", [{"id": 1, "text": ""}])) == [{"id": "1", "text": ""}]
+
+
+MIXED = [  # datasets 5 stores values whose types or fields differ from row to row as JSON
+    [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b", "weight": 0},
+            ]
+        },
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+    ],
+    [
+        {"text": "a", "tools": [{"name": "x", "parameters": {"city": {"type": "string"}}}]},
+        {"text": "b", "tools": [{"name": "y", "parameters": {"unit": None, "n": [1, 2]}}]},
+    ],
+    [{"answer": 3}, {"answer": "x"}],
+]
+
+
+@pytest.mark.parametrize("rows", MIXED)
+def test_values_that_datasets_stores_as_json_are_what_they_were(rows):
+    write("rows.jsonl", "\n".join(map(json.dumps, rows)))
+    made = datasets.load_dataset("json", data_files="rows.jsonl", split="train", cache_dir="cache")
+    made.save_to_disk("mixed")
+    made.to_parquet("mixed.parquet")
+    assert values("mixed") == values("mixed.parquet") == rows
+
+
+def test_numbers_that_are_none_in_pandas_are_null():
+    write("a.jsonl", '{"instruction": "a", "input": NaN, "output": "b"}')
+    write("a.json", '[{"instruction": "a", "input": NaN, "output": "b"}]')
+    assert (
+        values("a.jsonl")
+        == values("a.json")
+        == [{"instruction": "a", "input": None, "output": "b"}]
+    )
 
 
 def test_names_with_commas_and_weights_are_understood_or_refused():

@@ -24,6 +24,29 @@ def test_columns_of_pictures_have_any_name():
     assert (row["images"], form) == (["a.png"], "chat")
 
 
+def test_an_answer_that_is_a_text_follows_a_list_of_turns():
+    """As in Llama-Nemotron's post-training data."""
+    row = {"prompt": [user("1 + 1?")], "completion": "2", "system": "Be brief."}
+    messages, _ = messages_of(row, Counter())
+    assert [(m["role"], m["content"]) for m in messages] == [
+        ("system", "Be brief."),
+        ("user", "1 + 1?"),
+        ("assistant", "2"),
+    ]
+
+
+def test_thoughts_may_be_in_a_column_of_their_own():
+    """As in s1K and medical-o1-reasoning-SFT."""
+    columns = parse_columns("instruction=Question,output=Response,reasoning=Complex_CoT")
+    row = {"Question": "1 + 1?", "Response": "2", "Complex_CoT": "One more than one."}
+    row, form = renamed(row, columns)
+    (_, answer), _ = to_messages(row, form, Counter())
+    assert (answer["content"], answer["reasoning_content"]) == ("2", "One more than one.")
+    notes = Counter()
+    messages_of({"messages": [user(), says()], "reasoning": "of which turn?"}, notes)
+    assert notes[f"{IGNORED}'reasoning'"] == 1
+
+
 def test_columns_decide_the_form_of_rows_that_have_them_only():
     columns = parse_columns("instruction=question,output=reply")
     assert renamed({"question": "1 + 1?", "reply": "2"}, columns)[1] == "alpaca"

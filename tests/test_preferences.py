@@ -165,6 +165,14 @@ PAIRS = [  # (row, the turns before the answers)
         },
         [*EARLIER, ASK],
     ),
+    (  # as in a table
+        {
+            "prompt": json.dumps([*EARLIER, ASK]),
+            "chosen": json.dumps([GOOD]),
+            "rejected": json.dumps([BAD], indent=1),
+        },
+        [*EARLIER, ASK],
+    ),
     (  # a question about a transcript is none
         {**TEXTS, "prompt": "Human: One\n\nAssistant: Two\n\nIs it good?"},
         [user("Human: One\n\nAssistant: Two\n\nIs it good?")],
@@ -198,9 +206,10 @@ def test_a_pair_of_each_form_is_two_conversations_of_finetune(tokenizer, row, pr
 )
 def test_an_answer_with_a_label_is_the_conversation_of_finetune(tokenizer, row, turns):
     rows = [row | {"label": True}, row | {"label": False}, row | {"kto_tag": False}]
-    assert tokens(load([row | {"label": 1}, row | {"label": 0.0}], tokenizer, "labels")) == tokens(
-        load(rows[:2], tokenizer, "labels")
-    )
+    for yes, no in ((1, 0), (1.0, 0.0), ("True", "false"), ("1", "0")):  # in CSV all is text
+        others = load([row | {"label": yes}, row | {"kto_tag": no}], tokenizer, "labels")
+        assert others.row_sizes.tolist() == [len(others[0].ids), 0]
+        assert tokens(others) == tokens(load(rows[:2], tokenizer, "labels"))
     labels = load(rows, tokenizer, task="labels")
     want = load([{"messages": turns}], tokenizer, task="rows", train_on="last_assistant")
     assert tokens(labels) == tokens(want) * 3
@@ -305,7 +314,7 @@ def test_a_row_that_is_wrong_is_told_by_its_place(tokenizer, row, why):
     assert why in told(row, tokenizer)
 
 
-@pytest.mark.parametrize("value", [2, -1, "true", "False", "good", [True]])
+@pytest.mark.parametrize("value", [2, -1, "yes", "good", [True]])
 @pytest.mark.parametrize("key", ["label", "kto_tag"])
 def test_only_true_and_false_and_1_and_0_are_labels(tokenizer, key, value):
     said = told({"prompt": "a", "completion": "b", key: value}, tokenizer, "labels")

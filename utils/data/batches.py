@@ -138,11 +138,11 @@ class GlobalBatches:
         """
         return [self.batch(rows) for rows in self.shares(step)[self.rank]]
 
-    def shares(self, step: int) -> list[list[list]]:
+    def shares(self, step: int) -> list:
         """The rows of global batch `step` as [rank][micro-batch][row]."""
         return self.dealt(self.rows_of(step))
 
-    def dealt(self, rows: list) -> list[list[list]]:
+    def dealt(self, rows: list) -> list:
         """These rows as [rank][micro-batch][row]. Every rank has the same number of micro-batches."""
         starts = range(0, math.ceil(len(rows) / self.ranks), self.batch_size)
         return [
@@ -151,7 +151,7 @@ class GlobalBatches:
         ]
 
 
-def deal(costs: Tensor, ranks: int) -> list[list[int]]:
+def deal(costs: Tensor, ranks: int) -> list:
     """Divide rows with these costs, (n,), among the ranks. Returns the row indices of each rank. The
     sums of costs are as equal as possible. No rank has more than ceil(n / ranks) rows; one with an expensive
     row may have fewer.
@@ -170,9 +170,7 @@ def deal(costs: Tensor, ranks: int) -> list[list[int]]:
     return shares
 
 
-def divide_batch(
-    batch_size: int, grad_accum: int, global_batch_size: int, ranks: int
-) -> tuple[int, int]:
+def divide_batch(batch_size: int, grad_accum: int, global_batch_size: int, ranks: int) -> tuple:
     """(global batch size, micro-batches per rank and step). Sizes count sequences, or packs.
 
     A size of 0 is derived from the others. ranks: the number of ranks that divide the data. ConfigError if

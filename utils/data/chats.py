@@ -163,7 +163,7 @@ def examine_parts(tokenizer, marked: Messages, tools, trained: list[int], notes:
         notes[f"rows with {PARTS_OF_ROLES[role]}, which {template} does not write"] += 1
 
 
-def lost_parts(tokenizer, marked: Messages, tools: list | None) -> set[tuple[int, str]]:
+def lost_parts(tokenizer, marked: Messages, tools: list | None) -> set:
     """(message index, part) of each part that the template never writes; (-1, "tools") for the tools.
     marked: a skeleton.
     """

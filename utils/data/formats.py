@@ -12,6 +12,7 @@ error names the key that shows it.
 """
 
 import json
+import re
 from collections import Counter
 from functools import partial
 from itertools import compress
@@ -37,7 +38,7 @@ KNOWN = (
 )
 COLUMNS = {
     *FORMS,
-    *"input output system history tools prompt labels attention_mask image images".split(),
+    *"input output system history tools prompt labels attention_mask image images reasoning".split(),
 }
 # further keys, of preferences.py and questions.py
 PREFERENCES = set("chosen rejected label kto_tag answer choices".split())
@@ -62,7 +63,10 @@ NEXT = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-RULE = "one system turn at most, then user and assistant by turns (fix: join turns of one role)"
+RULE = (
+    "one system turn at most, then user and assistant by turns (fix: join turns of one role; recipes that"
+    " train also take --bad_rows drop)"
+)
 # Keys of a turn that hold the assistant's thoughts, beside its content.
 THOUGHTS = "reasoning_content thinking reasoning".split()
 TURN_KEYS = set(
@@ -70,11 +74,15 @@ TURN_KEYS = set(
 )
 LEADING = "turns of the assistant before the first of the user left out"
 IGNORED = "ignored key "
+TURNS = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # how JSON text of turns begins
 
 ONE_ANSWER = "here a row has one text answer"
 REMEDY = "fix: remove these rows; recipes that train also take --bad_rows drop"
 ANSWERS = "response answer output".split()  # other names of a completion
-PAIRS = f"preference pairs and answers with labels (KTO); {ONE_ANSWER} (fix: recipes/prefer.py)"
+PAIRS = (
+    f"preference pairs and answers with labels (KTO); {ONE_ANSWER} (fix: recipes/prefer.py); chosen alone are"
+    " --columns output=chosen; if label is a class, remove it"
+)
 PICTURES = (
     f"{ONE_ANSWER}, in generate.py and vision.py also pictures if the model reads them, but no pairs,"
     f" no videos, no sounds ({REMEDY})"
@@ -125,14 +133,16 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns
 
 
-def renamed(row: dict, columns: dict[str, str]) -> tuple[dict, str]:
+def renamed(row: dict, columns: dict[str, str]) -> tuple:
     """(the row with its columns renamed to our keys, its form). For the form, renamed keys take priority, if
     the row has any of them.
     Turns that are JSON text, as in a table, are parsed.
     """
     mapped = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     row = {key: value for key, value in row.items() if key not in columns.values()} | mapped
-    row |= {key: parsed(row, key) for key in ("messages", "conversations") if key in row}
+    for key in "messages conversations prompt completion chosen rejected".split():
+        if key[-1] == "s" and key in row or re.match(TURNS, str(row.get(key))):
+            row[key] = parsed(row, key)
     return row, form_of(mapped and columns) or form_of(row)
 
 
@@ -154,7 +164,8 @@ def examine_keys(row: dict, form: str, notes: Counter) -> None:
     """Raise ValueError unless the row has exactly one text answer; the error names the key that shows it.
     Count keys that are ignored in `notes`.
     """
-    notes.update(f"{IGNORED}{key[:40]!r}" for key in row.keys() - COLUMNS)
+    known = COLUMNS if form == "alpaca" else COLUMNS - {"reasoning"}
+    notes.update(f"{IGNORED}{key[:40]!r}" for key in row.keys() - known)
     for key in sorted(key for key, value in row.items() if value not in (None, "", [], {})):
         if key in REFUSED:
             raise ValueError(f"{key}: {REFUSED[key]}")
@@ -195,11 +206,17 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
             raise ValueError(f"history[{i}]: expected two texts, a question and its answer")
         question, answer = pair
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if row.get("reasoning"):
+        turns[-1]["reasoning_content"] = row["reasoning"]
     return conversation(row | {"history + output": turns}, notes, "history + output")
 
 
 def read_completion(row: dict, notes: Counter) -> Read:
-    """prompt and completion are two texts, or two lists of messages. The prompt is not trained."""
+    """prompt and completion are two texts, or two lists of messages, or messages and a text. The prompt is
+    not trained.
+    """
+    if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), str):
+        row["completion"] = [{"role": "assistant", "content": text_of(row, "completion")}]
     if isinstance(row.get("completion"), list):
         turns = [
             turn | {"weight": 0} if isinstance(turn, dict) else turn
@@ -261,7 +278,10 @@ def conversation(row: dict, notes: Counter, key: str) -> Read:
         name = typed(turn, role_key, str, f"{path}.")
         role = ROLES.get(name)
         if not role:
-            raise ValueError(f"{path}.{role_key}: {name[:40]!r} is not one of {', '.join(ROLES)}")
+            raise ValueError(
+                f"{path}.{role_key}: {name[:40]!r} is not one of {', '.join(ROLES)} (fix: one of these roles;"
+                " recipes that train also take --bad_rows drop)"
+            )
         if role == "assistant" and last_role in ("", "system"):
             notes[LEADING] += 1
             continue
@@ -271,7 +291,7 @@ def conversation(row: dict, notes: Counter, key: str) -> Read:
         messages.append(read_turn(turn, role, text_key, f"{path}.", notes))
         last_role = role
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError(f"{key}: no assistant turn, so there is nothing to learn")
+        raise ValueError(f"{key}: no assistant turn, so there is nothing to learn ({REMEDY})")
     return messages, tools_of(row)
 
 
@@ -312,7 +332,7 @@ def read_turn(turn: dict, role: str, text_key: str, path: str, notes: Counter) -
         ]
     text = content_of(turn, text_key, path)
     if not text.strip() and not calls and role in ("user", "assistant"):
-        raise ValueError(f"{path}{text_key}: empty")
+        raise ValueError(f"{path}{text_key}: empty ({REMEDY})")
     message["content"] = text if text.strip() else ""
     for name in THOUGHTS:
         if turn.get(name):
@@ -385,7 +405,9 @@ def parsed(holder: dict, key: str, path="") -> object:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise ValueError(f"{path}{key}: not JSON: {str(error)[:80]}") from None
+        raise ValueError(
+            f"{path}{key}: not JSON: {str(error)[:80]} (fix: json.dumps of it, or a .parquet file)"
+        ) from None
 
 
 def json_name(value: object) -> str:
@@ -404,7 +426,10 @@ def typed(holder: dict, key: str, kind: type, path=""):
             f"{path}{key}: missing{'; there are only ' + _keys(holder) if path else row_has}"
         )
     if not isinstance(holder[key], kind):
-        raise ValueError(f"{path}{key}: expected {JSON_NAMES[kind]}, got {json_name(holder[key])}")
+        raise ValueError(
+            f"{path}{key}: expected {JSON_NAMES[kind]}, got {json_name(holder[key])} (fix: convert it, as by"
+            " datasets' map; recipes that train also take --bad_rows drop)"
+        )
     return holder[key]
 
 

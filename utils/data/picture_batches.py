@@ -85,7 +85,7 @@ class PictureBatches(GlobalBatches):
         """The tokens and patches of each row, (n,) int64."""
         return super().costs(rows) + self.patches[rows]
 
-    def shares(self, step: int) -> list[list[list]]:
+    def shares(self, step: int) -> list:
         """As GlobalBatches.shares. If `separates`, the rows of a micro-batch have equally many pictures."""
         shares = [[] for _ in range(self.ranks)]
         rows = self.rows_of(step)

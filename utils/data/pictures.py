@@ -119,7 +119,7 @@ def load_processor(folder: Path | str, tokenizer):
     return processor
 
 
-def process(processor, rows: list[list[Image.Image]]) -> dict:
+def process(processor, rows: list) -> dict:
     """The processor's output, name -> tensor, for the RGB pictures of some rows. In input_ids (B, t) an
     end-of-text token stands before and after each picture. ValueError if the processor refuses a picture.
     """
@@ -225,7 +225,7 @@ def with_pictures(processor, tokenizer, chat: Chat, pictures: list) -> tuple:
     return filled, end, patches
 
 
-def with_texts(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
+def with_texts(chat: Chat, place: str, texts: list[str]) -> tuple:
     """(the chat with each placeholder `place` replaced by a text, the character where the last one ends). The
     replacements are not trained.
     """

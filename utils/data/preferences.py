@@ -108,12 +108,13 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
     return form
 
 
-def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
+def labels_of(row: dict, prompt_key: str, task: str) -> dict:
     """{key of an answer: whether it is desirable}. ValueError if the row has neither a pair nor a label."""
     if {"chosen", "rejected"} <= row.keys():
         return {"chosen": True, "rejected": False}
     key = "kto_tag" if row.get("label") is None else "label"
     label = row.get(key)
+    label = {"true": 1, "1": 1, "false": 0, "0": 0}.get(str(label).lower(), label)  # text in CSV
     if label is None or not prompt_key or task == "pairs":
         raise ValueError(
             "expected chosen and rejected, or a label with prefer.py --loss kto, and what they answer (fix:"

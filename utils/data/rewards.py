@@ -137,9 +137,7 @@ def check_columns(
             )
 
 
-def score(
-    rewards: list[Reward], asked: list[Question], texts: list[str], ids: list[list[int]]
-) -> list[dict[str, float | None]]:
+def score(rewards: list[Reward], asked: list[Question], texts: list[str], ids: list) -> list:
     """{reward name: value} for each of n completions, given their texts and ids.
 
     asked: the question of each completion. A completion is passed as messages if its prompt is messages, as

@@ -12,14 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..run.errors import check, others_code
+from ..run.errors import check, first_five, others_code
 from ..run.files import did_you_mean, impostor
 from .formats import json_name
 
 KINDS = ".jsonl .json .csv .parquet .txt .md".split()
 # a word in the name of a file that is not for training
 HELD_OUT = "(?i)(?<![a-z])(test|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])"
-NOT_DATA = r"(?i)\.|readme|license"  # how names of files without rows begin, in a folder
+# how names of files without rows begin, in a folder
+NOT_DATA = r"(?i)\.|readme|license|dataset_infos?\.json|state\.json"
 
 # (where, the row as an object or as bytes of JSON); where: "chat.jsonl:3", or "chat.json row 3"
 RawRows = Iterator[tuple[str, object]]
@@ -38,7 +39,7 @@ def as_object(value: object) -> dict:
     """Decode a raw row. ValueError if it is no JSON object."""
     if isinstance(value, bytes):
         try:
-            value = json.loads(value.decode())
+            value = json.loads(value.decode(), parse_constant={}.get)  # NaN of pandas is null
         except ValueError as error:
             raise ValueError(f"not JSON in UTF-8: {error}") from None
     if not isinstance(value, dict):
@@ -94,7 +95,8 @@ def files_of(name: str) -> list[Path] | None:
         splits = {re.search(HELD_OUT, p.name) is None for p in files}
         check(
             len(splits) < 2,
-            f"{name}: files to test with beside others (fix: '{name}/train*',"
+            f"{name}: files to test with beside others (fix: '{name}/train*', if it is one of:"
+            f" {first_five(sorted({re.split('-0|[.]', p.name)[0] for p in files}))};"
             f" or '{name}/*{min(map(kind_of, files), default='')}*' for all)",
         )
     elif glob.has_magic(name) and not path.exists():
@@ -111,13 +113,14 @@ def files_of(name: str) -> list[Path] | None:
     nested = path.glob("*/**/*") if not files else ()
     # The folder, not a pattern of its files: a pattern would also take those of a test split.
     fixes = [
-        f" (fix: '{p.parent}', or of several folders a pattern, '{path}/**/*{kind_of(p)}*')"
+        f" (fix: '{p.parent}', or of several folders a pattern,"
+        f" '{path}/**/{'train*' if 'train' in p.name else f'*{kind_of(p)}*'}')"
         for p in nested
-        if kind_of(p) in KINDS
+        if kind_of(p) in KINDS and not re.search(HELD_OUT, p.name)
     ]
     check(
         files and {*kinds} <= {*KINDS},
-        f"{name}: no {', '.join(KINDS)} files found, nor .gz of them; others: recipes/README.md"
+        f"{name}: no {', '.join(KINDS)} files found, nor .gz of them; others, as .tsv: recipes/README.md"
         f"{min(fixes, default=' (fix: a file or folder, or OWNER/NAME of the hub)')}",
     )
     check(

@@ -35,7 +35,7 @@ class TokenStream:
         self.tokens = int(self.lengths.sum())
         self.size_bytes = int(examples.row_sizes[documents].sum())  # UTF-8 bytes of the text
 
-    def epoch(self, number: int) -> tuple[Tensor, Tensor]:
+    def epoch(self, number: int) -> tuple:
         """(documents in the order of this epoch, where each ends), both (n,) int64. One epoch is cached."""
         order = torch.arange(len(self.documents))
         if self.key:

@@ -6,7 +6,7 @@ CSV: https://docs.python.org/3/library/csv.html. Data sets: https://huggingface.
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,7 +42,7 @@ def rows_of_json(content: bytes) -> list:
     """
     text = content.decode("utf-8-sig") or "[]"
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant={}.get)
     except json.JSONDecodeError as error:
         if error.msg != "Extra data" or text.lstrip()[0] != "{":
             raise
@@ -56,10 +56,26 @@ def rows_of_json(content: bytes) -> list:
 def rows_of(tables: Iterable) -> Iterator[dict]:
     """The rows of pyarrow's tables, one after the other."""
     for table in tables:
-        yield from map(without_nulls, table.to_pylist())
+        rows = map(without_nulls, table.to_pylist())
+        if "arrow.json" in str(table.schema):
+            rows = (from_json(row, table.schema) for row in rows)
+        yield from rows
 
 
-def open_data_set(name: str) -> tuple[list[Path], Callable]:
+def from_json(value, kind):
+    """A row or value of a table with what is JSON in it parsed. kind: its schema or type in pyarrow. datasets
+    makes JSON of values whose types, or whose fields, differ from row to row.
+    """
+    if str(kind) == "extension<arrow.json>":
+        return value and json.loads(value)
+    if isinstance(value, dict):
+        return {key: from_json(item, kind.field(key).type) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_json(item, kind.value_type) for item in value]
+    return value
+
+
+def open_data_set(name: str) -> tuple:
     """(files, a function that reads the rows) of a data set from the Hub, OWNER/NAME/CONFIG:SPLIT, or written
     by save_to_disk, FOLDER:SPLIT. Without a split "train" is read.
     """

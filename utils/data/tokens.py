@@ -273,9 +273,7 @@ def needed_tools(tokenizer) -> list | None:
     return None
 
 
-def turn_end(
-    tokenizer, messages: Messages, tools: list | None, next_role="user"
-) -> tuple[str, str]:
+def turn_end(tokenizer, messages: Messages, tools: list | None, next_role="user") -> tuple:
     """(tail, end) of the last message, which is an assistant's. tail: all text that the template writes after
     its content. end: the text that ends the turn, found in this order:
 

@@ -128,7 +128,7 @@ def plan_weights(model: nn.Module, dtype: torch.dtype) -> tuple:
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> None:
+def draw_weights(model: nn.Module, plan: dict, seed: int) -> None:
     """Fill this rank's shards, which must be allocated (see load_pieces). plan: from plan_weights."""
     state = model.state_dict(keep_vars=True)
     for name, steps in plan.items():

@@ -87,7 +87,7 @@ def settle_pad(tokenizer, last_ids: set[int]) -> None:
 PARTS = "language projector vision".split()
 
 
-def part_names(model: nn.Module) -> dict[str, list[str]]:
+def part_names(model: nn.Module) -> dict:
     """The names of the model's parameters, by part. Embedding and head belong to the language model.
     Parameters outside the language model and the tower belong to the projector, as do those that
     match PROJECTOR; those for sounds, which no row has, to the tower.

@@ -73,7 +73,7 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
-def local_box(parameter: Tensor, piece: Piece) -> tuple[Box, Box] | None:
+def local_box(parameter: Tensor, piece: Piece) -> tuple | None:
     """The part of a piece that this rank's shard holds: (where in the local shard, where in the piece).
 
     None if the shard holds no part of it. A plain tensor counts as one shard that holds everything.
@@ -150,9 +150,7 @@ def is_writer(parameter: Tensor, world: World) -> bool:
     return all(index == 0 or not placement.is_replicate() for index, placement in axes)
 
 
-def local_parts(
-    parameter: Tensor, piece: Piece, max_elements=2**62
-) -> Iterator[tuple[int, Tensor]]:
+def local_parts(parameter: Tensor, piece: Piece, max_elements=2**62) -> Iterator:
     """The values of a piece that this rank's shard holds, in parts of at most `max_elements`: (index of the
     first element in the tensor as it is stored, values (n,)). The values are views of the shard, unless the
     piece is transposed.
@@ -405,7 +403,7 @@ def load_pieces(
     pieces: list[Piece],
     device: torch.device,
     cpu_offload=False,
-    names: dict[str, list[str]] | None = None,
+    names: dict | None = None,
 ) -> None:
     """Allocate this rank's shards of a meta model and fill them, some MiB at a time.
 

@@ -159,7 +159,7 @@ def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> str:
     return quantized
 
 
-def base_names(model: nn.Module) -> dict[str, list[str]]:
+def base_names(model: nn.Module) -> dict:
     """The present names of each parameter and buffer of the plain model. Two names are two copies.
 
     A module in modules_to_save exists twice, and its copy may end the tie of a tied weight.

@@ -134,7 +134,7 @@ class Int8Linear(QuantizedLinear):
     """
 
     @staticmethod
-    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(rows: Tensor) -> tuple:
         """(codes, fp32 scales). Rows are cast to fp16 first, as in bitsandbytes."""
         return bnb.int8_vectorwise_quant(rows.to(torch.float16).contiguous())[:2]
 
@@ -146,7 +146,7 @@ class NF4Linear(QuantizedLinear):
     """
 
     @staticmethod
-    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(rows: Tensor) -> tuple:
         """(codes, fp32 scales)"""
         codes, state = bnb.quantize_4bit(
             rows.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=False

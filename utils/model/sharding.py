@@ -145,7 +145,7 @@ def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
     return found
 
 
-def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype) -> dict:
     """The dtype that from_pretrained(dtype=dtype) gives each parameter and buffer, by its name without
     adapters. Some families keep or create some of them in fp32. Empty if `dtype` is fp32.
     """

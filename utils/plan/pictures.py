@@ -41,7 +41,7 @@ class Pictures:
     rows_of: Callable
     traced: dict = field(default_factory=dict)  # (model, dtype, recompute) -> what `trace` found
 
-    def batch(self, rows: int, seq_len: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def batch(self, rows: int, seq_len: int) -> tuple:
         """(ids (rows, seq_len), the other inputs) of such a batch, padded."""
         batch = self.rows_of(rows)
         shape = batch.ids.shape
@@ -55,7 +55,7 @@ class Pictures:
 
     def trace(
         self, model: nn.Module, dtype: torch.dtype, rows: int, seq_len: int, recompute: str
-    ) -> tuple[LiveBytes, "Before"]:
+    ) -> tuple:
         """(the mode that logs the language model's operations, what comes before the language model). The
         latter grows linearly with the rows, so it is traced for two small micro-batches only.
         """

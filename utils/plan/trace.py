@@ -106,7 +106,7 @@ class LiveBytes(TorchDispatchMode):
         self.log.insert(at, -self.sizes.pop(key))
 
 
-def segments_of(log: list[int | str], scaled=int) -> dict[str, list[Segment]]:
+def segments_of(log: list[int | str], scaled=int) -> dict:
     """The segments of a log by name. scaled: turns bytes of the log into those to count."""
     segments = {}
     live = peak = 0

@@ -318,7 +318,7 @@ def mesh_axes(ranks: int, replicate=0, shard=0) -> dict[str, int]:
     return {"shard": ranks} if copies == 1 else {"replicate": copies, "shard": ranks_per_copy}
 
 
-def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
+def build_mesh(world: World, axes: dict | None = None) -> DeviceMesh:
     """The device mesh with these axes, see mesh_axes; default: one axis, `shard`. On GPUs this starts NCCL.
 
     A world with a group of its own can have only one axis.

@@ -28,7 +28,7 @@ def meaning_of(name: str, kinds: dict) -> str:
     return ours if name in HINTS and "(fix" in ours else "--help lists them all"
 
 
-def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[str, str]]:
+def translate(texts: dict[str, str], kinds: dict) -> tuple:
     """Translate flags of llama-recipes to ours; each one prints a line.
 
     Returns (our flags as typed, settings that those of llama-recipes imply; --config and our own flags

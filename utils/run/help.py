@@ -30,7 +30,7 @@ def help_text(cls: type, kinds: dict) -> str:
     return "\n".join(lines)
 
 
-def described(cls: type) -> dict[str, dict[str, str]]:
+def described(cls: type) -> dict:
     """{group: {field: comment}} of the fields that `cls` declares itself, read from its source."""
     names = {field.name for field in dataclasses.fields(cls)}
     groups = {}

@@ -43,7 +43,7 @@ def memory_bytes() -> int:
     return 1024 * read_numbers(Path("/proc/self/status"))["RssAnon:"]
 
 
-def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+def host_memory(root: Path = Path("/")) -> tuple:
     """(bytes in use, bytes in total) of the nearest cgroup, v1 or v2, with a limit below the machine's
     memory; else of the machine.
 
@@ -81,7 +81,7 @@ def cores(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return count or 1
 
 
-def read_numbers(file: Path) -> dict[str, int]:
+def read_numbers(file: Path) -> dict:
     """The number of each line such as `MemTotal: 123 kB`, by the line's first word, in the file's unit."""
     found = {}
     for line in file.read_text().splitlines():

@@ -32,7 +32,7 @@ NUMBERS = {int: "a whole number such as 1000", float: "a finite number such as 0
 def parse_cli(
     cls: type,
     argv: list[str] | None = None,
-    without_model: dict[str, object] | None = None,
+    without_model: dict | None = None,
     others=(),
 ):
     """An instance of the flat dataclass `cls`: its defaults, then --config FILE, then the other flags.
@@ -73,7 +73,7 @@ def parse_cli(
     return cls(**values)
 
 
-def split_words(argv: list[str]) -> dict[str, str]:
+def split_words(argv: list[str]) -> dict:
     """The text of each flag by name, as fire splits a command line. If a flag is given twice, the last one
     counts, as launch scripts that append flags expect, and a line says so.
     """
@@ -217,7 +217,7 @@ def save_config(cfg: object, path: Path) -> None:
     replace_file(path, text)
 
 
-def read_yaml(cls: type, path: str | Path, others=()) -> dict[str, object]:
+def read_yaml(cls: type, path: str | Path, others=()) -> dict:
     """The settings of a flat YAML file, except those named in `others`. ConfigError names the line.
 
     Values are read from their text, as flags are. YAML's own conversions (no to False, 1e-4 to text, 010 to

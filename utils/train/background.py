@@ -34,7 +34,7 @@ class Background:
         self.thread = ThreadPoolExecutor(1, "save", _start_thread, (device,))
 
     @torch.no_grad()
-    def submit(self, save: Callable, tensors: dict[str, torch.Tensor]) -> Future:
+    def submit(self, save: Callable, tensors: dict) -> Future:
         """Call save(a copy of the tensors) in the thread. The tensors may change after this."""
         if self.copies.keys() != tensors.keys():
             self.copies = self.stager.stage(tensors)

@@ -77,8 +77,8 @@ def gathered(found: list[Unit], reshard_after_forward: bool) -> Iterator[None]:
 @torch.compiler.set_stance("force_eager")  # every new length would compile again
 def generate(
     model: nn.Module,
-    prompts: list[list[int]],
-    keys: list[tuple[int, ...]],
+    prompts: list,
+    keys: list,
     sampling: Sampling,
     world: World,
     lockstep=False,
@@ -119,8 +119,8 @@ def generate(
 
 
 def draw_all(
-    prompts: list[list[int]],
-    keys: list[tuple[int, ...]],
+    prompts: list,
+    keys: list,
     sampling: Sampling,
     model: nn.Module,
     found: list[Unit],
@@ -189,7 +189,7 @@ def _draw_batch(model, prompts, keys, sampling, world, lockstep) -> list[Complet
     return found
 
 
-def draw_tokens(logits: Tensor, randoms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def draw_tokens(logits: Tensor, randoms: Tensor, temperature: float) -> tuple:
     """(tokens (B,), their log-probabilities (B,) in fp32), from logits (B, V) and randoms (B,) in [0, 1).
 
     Inverse transform sampling: the token is where the number falls in the cumulative distribution, so each
@@ -208,14 +208,14 @@ def draw_tokens(logits: Tensor, randoms: Tensor, temperature: float) -> tuple[Te
     return tokens, -F.cross_entropy(logits, tokens, reduction="none")
 
 
-def random_numbers(key: tuple[int, ...], count: int) -> Tensor:
+def random_numbers(key: tuple, count: int) -> Tensor:
     """(count,) float64 in [0, 1), determined by the key. A larger count begins with the same numbers."""
     return torch.rand(
         count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed_of(repr(key)))
     )
 
 
-def pad_left(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+def pad_left(rows: list, pad: int) -> tuple:
     """(ids, attention mask), both (B, T): the rows of a batch, padded on the left."""
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
     ids = [torch.tensor(row) for row in rows]

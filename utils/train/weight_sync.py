@@ -135,7 +135,7 @@ def receive_weights(weights: list[Weight], roles: Roles) -> Iterator:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(model: nn.Module, weights: Iterable) -> None:
     """Copy rows into this generator's model, whole or sharded, in the dtypes of its parameters."""
     parameters = dict(model.named_parameters())
     for name, rows in weights:
