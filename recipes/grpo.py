@@ -5,7 +5,7 @@ ranks only generate and the others only learn.
 
     torchrun --nproc_per_node 2 recipes/grpo.py
     torchrun --nproc_per_node 8 recipes/grpo.py --model DIR --dataset math.jsonl --rewards number
-    torchrun --nproc_per_node 8 recipes/grpo.py --model DIR --lora_rank 64 --generate_ranks 4 --rewards a.py:f
+    torchrun --nproc_per_node 8 recipes/grpo.py --model DIR --dataset a.jsonl --lora_rank 8 --generate_ranks 4
 
 Rows: {"prompt": TEXT or [turn, ...], ...columns}; a last assistant turn becomes the column `answer`.
 Without --model and --dataset the tiny model in recipes/tiny/started learns from rewards alone. The run folder
@@ -189,7 +189,7 @@ class Config:
     use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
-    adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
+    adapter: str = ""  # peft folder of an adapter to continue, with its rank, targets and tokenizer
     # store frozen weights in int8 (8bit) or nf4 (4bit)
     quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
     int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
@@ -789,7 +789,7 @@ def settle(cfg: Config, world) -> Config:
     cfg = replace(
         cfg,
         model=cfg.model or str(TINY / "started"),
-        dataset=cfg.dataset or str(TINY / "chat.jsonl"),
+        dataset=cfg.dataset or ("" if cfg.model else str(TINY / "chat.jsonl")),
         rewards=cfg.rewards or ("" if cfg.reward_model else "exact"),
         scale_rewards=default_scale if cfg.scale_rewards == "auto" else cfg.scale_rewards,
         dtype=settle_dtype(cfg.dtype, world.device),

@@ -3,7 +3,7 @@ Will it fit? The memory of a fine-tune by part, before there is a GPU, a weight 
 
     python recipes/plan.py --model llama-3-8b --gpus 2 --gpu_memory 24
     python recipes/plan.py --model DIR --gpus 8 --gpu_memory 80 --host_memory 512 --seq_len 32768 --json
-    python recipes/plan.py --config configs/llama3_8b_full_8x80gb.yaml --gpus 8 --gpu a100-80
+    python recipes/plan.py --config configs/llama3_8b_full_8x80gb.yaml --model llama-3-8b --gpus 8 --gpu h100
 
 --config takes the file of a run of any recipe that trains. It prints what the given settings need, what every
 method with recomputing and offload would need, and a command that fits; for grpo.py only the first of these,
@@ -167,7 +167,7 @@ class Config:
     lora_dropout: float = 0.0  # dropout on the input of the adapters
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
-    adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
+    adapter: str = ""  # peft folder of an adapter to continue, with its rank, targets and tokenizer
     # store frozen weights in int8 (8bit) or nf4 (4bit)
     quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
     int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations

@@ -550,7 +550,7 @@ def settle(cfg: Config, world) -> Config:
     cfg = replace(
         cfg,
         model=cfg.model or str(TINY),
-        dataset=cfg.dataset or str(TINY / "chat.jsonl"),
+        dataset=cfg.dataset or ("" if cfg.model else str(TINY / "chat.jsonl")),
         dtype=settle_dtype(cfg.dtype, world.device),
     )
     check_packages(cfg, world.gpu_name)
@@ -567,8 +567,9 @@ def settle_special_tokens(config, tokenizer) -> dict[str, int | None]:
     """Set the ids of the tokenizer's special tokens in a config, and return them: a new model may have any
     tokenizer.
     """
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    ids = {name: getattr(tokenizer, name) for name in names}
+    ids = {
+        name: getattr(tokenizer, name) for name in "bos_token_id eos_token_id pad_token_id".split()
+    }
     vars(config.get_text_config()).update(ids)
     return ids
 

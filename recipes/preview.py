@@ -123,7 +123,7 @@ class Config:
     use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
-    adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
+    adapter: str = ""  # peft folder of an adapter to continue, with its rank, targets and tokenizer
     # store frozen weights in int8 (8bit) or nf4 (4bit)
     quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
     int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
@@ -180,7 +180,7 @@ def main(cfg: Config) -> bool:
     cfg = replace(
         cfg,
         model=cfg.model or str(tiny_model),
-        dataset=cfg.dataset or str(tiny_rows),
+        dataset=cfg.dataset or ("" if cfg.model else str(tiny_rows)),
         dtype=settle_dtype(cfg.dtype, world.device),
     )
 

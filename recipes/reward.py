@@ -4,7 +4,7 @@ Every rank builds the model on meta and reads only its own slice of the weights.
 
     torchrun --nproc_per_node 2 recipes/reward.py
     torchrun --nproc_per_node 8 recipes/reward.py --model DIR --dataset pairs.jsonl --output_dir runs/first
-    torchrun --nproc_per_node 2 recipes/reward.py --model DIR --lora_rank 16 --quantization 8bit
+    python recipes/reward.py --model DIR --dataset pairs.jsonl --lora_rank 16 --quantization 8bit
 
 Without --model and --dataset it learns from the pairs in recipes/tiny. The run folder holds config.yaml,
 metrics.jsonl, checkpoints/ and, at the end, model/ for AutoModelForSequenceClassification.from_pretrained.
@@ -150,7 +150,7 @@ class Config:
     use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
-    adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
+    adapter: str = ""  # peft folder of an adapter to continue, with its rank, targets and tokenizer
     # store frozen weights in int8 (8bit) or nf4 (4bit)
     quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
     int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
@@ -590,7 +590,7 @@ def settle(cfg: Config, world) -> Config:
     cfg = replace(
         cfg,
         model=cfg.model or str(TINY),
-        dataset=cfg.dataset or str(TINY / "pairs.jsonl"),
+        dataset=cfg.dataset or ("" if cfg.model else str(TINY / "pairs.jsonl")),
         dtype=settle_dtype(cfg.dtype, world.device),
     )
     check_packages(cfg, world.gpu_name)

@@ -3,7 +3,7 @@ Fine-tuning of vision-language models. Rows are conversations with or without pi
 
     torchrun --nproc_per_node 2 recipes/vision.py
     torchrun --nproc_per_node 8 recipes/vision.py --model DIR --dataset rows.jsonl --image_dir pictures
-    torchrun --nproc_per_node 2 recipes/vision.py --model DIR --lora_rank 16 --quantization 4bit
+    python recipes/vision.py --model DIR --dataset rows.jsonl --lora_rank 16 --quantization 4bit
 
 Without --model and --dataset it teaches the tiny model in recipes/tiny/vision to say what it sees.
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
@@ -155,7 +155,7 @@ class Config:
     use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
-    adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
+    adapter: str = ""  # peft folder of an adapter to continue, with its rank, targets and tokenizer
     # store frozen weights in int8 (8bit) or nf4 (4bit)
     quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
     int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
@@ -600,7 +600,7 @@ def settle(cfg: Config, world) -> Config:
     cfg = replace(
         cfg,
         model=cfg.model or str(TINY),
-        dataset=cfg.dataset or str(TINY / "rows.jsonl"),
+        dataset=cfg.dataset or ("" if cfg.model else str(TINY / "rows.jsonl")),
         dtype=settle_dtype(cfg.dtype, world.device),
     )
     check_packages(cfg, world.gpu_name)

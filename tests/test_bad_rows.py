@@ -768,6 +768,13 @@ def test_a_check_that_passes_leaves_nothing_and_says_what_it_has_seen(said, mode
     assert sorted(os.listdir()) == before
 
 
+def test_an_own_model_is_not_trained_on_the_rows_of_the_demo(model, tmp_path):
+    with pytest.raises(
+        ConfigError, match="--dataset .*empty .fix: --dataset FILE, the rows to train"
+    ):
+        finetune.main(finetune.Config(model=str(model), output_dir=str(tmp_path / "run")))
+
+
 def test_rows_are_not_padded_beyond_seq_len_and_learned_positions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = tiny_model_folder(tmp_path / "m", "gpt2", max_position_embeddings=100, vocab_size=271)

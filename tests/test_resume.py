@@ -287,7 +287,12 @@ def test_a_signal_ends_an_evaluation_and_the_step_is_saved(whole, tmp_path):
 
 
 MORE = {
-    grpo: {"model": str(grpo.TINY / "started"), "group_size": 2, "max_new_tokens": 4},
+    grpo: {
+        "model": str(grpo.TINY / "started"),
+        "dataset": str(grpo.TINY / "chat.jsonl"),
+        "group_size": 2,
+        "max_new_tokens": 4,
+    },
     prefer: {"loss": "simpo"},
     pretrain: {"seq_len": 64},
     vision: {"workers": 0},

@@ -64,8 +64,8 @@ NEXT = {
     "tool": ("tool", "assistant"),
 }
 RULE = (
-    "one system turn at most, then user and assistant by turns (fix: join turns of one role; recipes that"
-    " train also take --bad_rows drop)"
+    "one system turn at most, first, then user and assistant by turns (fix: join turns of one role; recipes"
+    " that train also take --bad_rows drop)"
 )
 # Keys of a turn that hold the assistant's thoughts, beside its content.
 THOUGHTS = "reasoning_content thinking reasoning".split()

@@ -55,7 +55,10 @@ def find_sources(name: str) -> list[Source]:
     """
     parts = [name] if os.path.exists(name) else name.split(",")
     matches = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+(?:e-?\d+)?))?", part.strip()) for part in parts]
-    check(all(matches), f"--dataset {name}: one of the names is empty")
+    check(
+        all(matches),
+        f"--dataset {name}: one of the names is empty (fix: --dataset FILE, the rows to train on)",
+    )
     weights = [float(match[2] or 0) for match in matches]
     check(
         all(weights) or not any(match[2] for match in matches),

@@ -96,7 +96,7 @@ class Continued(Resumed):
         """
         check(
             self.state["step"] <= steps,
-            f"{self.checkpoint} has more than {steps} steps (fix: --steps {self.state['step']})",
+            f"{self.checkpoint} has more than {steps} steps (fix: --steps {self.state['step']}), or more",
         )
         changed = differences(
             facts | self.state, facts, ignored=("data", "mixture") * allow_new_data
