@@ -333,7 +333,9 @@ def main(cfg: Config) -> bool:
     except ConfigError as error:
         print_once(*error.lines)
         return False
-    print0("checked   all that a run checks before it reads weights: flags, files and every row")
+    print0(
+        "checked   all that a run checks before it reads weights: flags of the plan, files, every row"
+    )
     return True
 
 

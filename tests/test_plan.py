@@ -343,7 +343,7 @@ def test_a_preview_reads_everything_but_weights(flags, tmp_path):
     assert "--output_dir" in lines[0]
     assert (
         lines[-1]
-        == "checked   all that a run checks before it reads weights: flags, files and every row"
+        == "checked   all that a run checks before it reads weights: flags of the plan, files, every row"
     )
     assert any(line.startswith("data      ") for line in lines)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

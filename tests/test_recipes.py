@@ -130,7 +130,8 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     for i, word in enumerate(words[:-1]):
         words[i + 1] = values.get(word, words[i + 1])
     if "--config" in words and values:
-        words += ["--model", str(model), "--dataset", str(rows)]
+        words += ["--model", str(model)]
+        words += [] if "--dataset" in words else ["--dataset", str(rows)]
     if "--help" not in words and re.search(
         "finetune.py|prefer.py|reward.py|pretrain.py|grpo.py|vision.py", command
     ):
