@@ -136,11 +136,12 @@ def parse_columns(text: str) -> dict[str, str]:
 def renamed(row: dict, columns: dict[str, str]) -> tuple:
     """(the row with its columns renamed to our keys, its form). For the form, renamed keys take priority, if
     the row has any of them.
-    Turns that are JSON text, as in a table, are parsed.
+    Turns that are JSON text, as in a table, are parsed, also under prompt, completion, chosen and rejected.
     """
     mapped = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     row = {key: value for key, value in row.items() if key not in columns.values()} | mapped
     for key in "messages conversations prompt completion chosen rejected".split():
+        # The first two, in the plural, hold nothing else; the others may be texts.
         if key[-1] == "s" and key in row or re.match(TURNS, str(row.get(key))):
             row[key] = parsed(row, key)
     return row, form_of(mapped and columns) or form_of(row)
