@@ -140,9 +140,9 @@ def renamed(row: dict, columns: dict[str, str]) -> tuple:
     """
     mapped = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     row = {key: value for key, value in row.items() if key not in columns.values()} | mapped
-    for key in "messages conversations prompt completion chosen rejected".split():
-        # The first two, in the plural, hold nothing else; the others may be texts.
-        if key[-1] == "s" and key in row or re.match(TURNS, str(row.get(key))):
+    row |= {key: parsed(row, key) for key in ("messages", "conversations") if key in row}
+    for key in "prompt completion chosen rejected".split():  # mostly texts
+        if re.match(TURNS, str(row.get(key))):
             row[key] = parsed(row, key)
     return row, form_of(mapped and columns) or form_of(row)
 

@@ -130,9 +130,9 @@ def process(processor, rows: list) -> dict:
             processor(text=texts, images=rows, padding=len(rows) > 1, return_tensors="pt")
         )
     except Exception as error:  # unusual sizes may raise anything
-        sizes = [image.size for pictures in rows for image in pictures]
         raise ValueError(
-            f"the model's processor: {reason_of_others(error)}, for pictures of {sizes} ({REMEDY})"
+            f"the model's processor: {reason_of_others(error)},"
+            f" for pictures of {[image.size for pictures in rows for image in pictures]} ({REMEDY})"
         ) from None
     del output["attention_mask"]
     output.pop("cross_attention_mask", None)  # it depends on the text: see picture_batches.py

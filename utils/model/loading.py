@@ -403,7 +403,7 @@ def load_pieces(
     pieces: list[Piece],
     device: torch.device,
     cpu_offload=False,
-    names: dict | None = None,
+    names=None,
 ) -> None:
     """Allocate this rank's shards of a meta model and fill them, some MiB at a time.
 

@@ -165,7 +165,7 @@ def stop_distributed() -> None:
         time.sleep(0.1)
 
 
-def set_timeout(seconds=START_SECONDS, group: dist.ProcessGroup | None = None) -> None:
+def set_timeout(seconds=START_SECONDS, group=None) -> None:
     """Set how long ranks wait for each other, in every group that exists now except the saver's.
 
     Every rank of the group calls it. As in torchtitan: distributed/utils.py, set_pg_timeouts.
@@ -318,7 +318,7 @@ def mesh_axes(ranks: int, replicate=0, shard=0) -> dict[str, int]:
     return {"shard": ranks} if copies == 1 else {"replicate": copies, "shard": ranks_per_copy}
 
 
-def build_mesh(world: World, axes: dict | None = None) -> DeviceMesh:
+def build_mesh(world: World, axes=None) -> DeviceMesh:
     """The device mesh with these axes, see mesh_axes; default: one axis, `shard`. On GPUs this starts NCCL.
 
     A world with a group of its own can have only one axis.
