@@ -18,11 +18,10 @@ from shell import ROOT
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
-pytestmark = pytest.mark.slow
 RECIPE = "recipes/finetune.py"
 # (file, text, text in its place); a text that begins with ^ is a regular expression over whole lines
 WITHOUT_ADAPTERS = [
-    (RECIPE, r"^    torchrun .* --lora_rank 16 .*\n", ""),
+    (RECIPE, r"^    python .* --lora_rank 16 .*\n", ""),
     (RECIPE, "; any: also LoRA, 8bit and 4bit", ""),
     (RECIPE, "from utils.model.options import Lora, Quant, check_adapter_flags\n", ""),
     (RECIPE, "    tokenizer_of,\n", ""),
@@ -152,6 +151,13 @@ def edited(folder, edits, most_files: int):
     return folder / RECIPE
 
 
+@pytest.mark.parametrize(
+    "edits", [WITHOUT_ADAPTERS, OTHER_LOSS, OTHER_FLAG, OTHER_FORM, OTHER_GROUPS, AVERAGED]
+)
+def test_the_recipe_still_has_the_places_that_are_edited(edits, tmp_path):
+    edited(tmp_path, edits, most_files=1)
+
+
 def losses(recipe, model, rows, flags="") -> list[float]:
     out = recipe.parent.parent / "out"
     shutil.rmtree(out, ignore_errors=True)  # that of another call
@@ -170,6 +176,7 @@ def usual(files, tmp_path_factory):
     return losses(edited(tmp_path_factory.mktemp("usual"), [], most_files=0), *files)
 
 
+@pytest.mark.slow
 def test_adapters_and_quantization_are_taken_out_of_one_file(files, usual, tmp_path):
     recipe = edited(tmp_path / "copy", WITHOUT_ADAPTERS, most_files=1)
     for name in ("lora", "quantize"):
@@ -178,11 +185,13 @@ def test_adapters_and_quantization_are_taken_out_of_one_file(files, usual, tmp_p
     assert losses(recipe, *files) == usual
 
 
+@pytest.mark.slow
 def test_the_loss_is_swapped_in_one_file(files, tmp_path):
     first, *_, last = losses(edited(tmp_path, OTHER_LOSS, most_files=1), *files)
     assert 0 < last < first < 5.6  # below the cross-entropy of 271 tokens at random, 5.602
 
 
+@pytest.mark.slow
 def test_a_part_of_the_weights_in_the_groups_is_trained_and_resumed_exactly(files, tmp_path):
     """The gradients of the others were never freed, and their growing norm clipped the steps."""
     recipe = edited(tmp_path, OTHER_GROUPS, most_files=1)
@@ -192,6 +201,7 @@ def test_a_part_of_the_weights_in_the_groups_is_trained_and_resumed_exactly(file
     assert losses(recipe, *files, f"--steps 4 --resume {tmp_path}/kept") == straight[2:]
 
 
+@pytest.mark.slow
 def test_an_average_of_the_weights_in_the_optimizer_is_resumed_exactly(files, tmp_path):
     recipe = edited(tmp_path, AVERAGED, most_files=1)
     straight = losses(recipe, *files, "--steps 4 --save_every 2")
@@ -205,6 +215,7 @@ def test_an_average_of_the_weights_in_the_optimizer_is_resumed_exactly(files, tm
     assert kept == {name for name in found if "layers.0." in name}
 
 
+@pytest.mark.slow
 def test_a_flag_is_added_in_one_file(files, usual, tmp_path):
     recipe = edited(tmp_path, OTHER_FLAG, most_files=1)
     assert "--beta2" in forked(f"python {recipe} --help", tmp_path).stdout
@@ -214,6 +225,7 @@ def test_a_flag_is_added_in_one_file(files, usual, tmp_path):
     assert third != usual[2]
 
 
+@pytest.mark.slow
 def test_a_data_format_is_added_in_one_file(files, usual, tmp_path):
     model, rows = files
     pairs = []
