@@ -156,8 +156,8 @@ class Config:
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # weights of the tokens: see weights_of
     # group: divide advantages by the group's standard deviation; auto: none with dr_grpo
     scale_rewards: Literal["auto", "group", "none"] = "auto"
-    clip_low: float = 0.2  # probability ratios (new / old) are clipped below 1 - clip_low
-    clip_high: float = 0.28  # probability ratios (new / old) are clipped above 1 + clip_high
+    clip_low: float = 0.2  # ratios (new / old probability) are clipped below 1 - clip_low
+    clip_high: float = 0.28  # and above 1 + clip_high; all are 1 while --epochs_per_rollout is 1
     kl_beta: float = 0.0  # weight of the KL to the model at the start; 0: none
     epochs_per_rollout: int = 1  # optimizer steps with the completions of one rollout
     generate_ranks: int = 0  # number of ranks that only generate; the others train; 0: all do both

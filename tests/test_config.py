@@ -5,6 +5,7 @@ python -m pytest tests/test_config.py
 
 import dataclasses
 import os
+import re
 import resource
 import sys
 from dataclasses import dataclass, field
@@ -655,6 +656,32 @@ def test_each_hint_is_a_flag_of_a_recipe_or_a_sentence_with_a_remedy():
 )
 def test_frequent_flags_of_published_examples_are_answered_with_ours(theirs, ours):
     with pytest.raises(ConfigError, match=f"unknown flag --{theirs}: did you mean --{ours}[?]"):
+        parse_cli(finetune.Config, [f"--{theirs}", "x"])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ("train_type", "did you mean --lora_rank?"),  # ms-swift
+        ("split_dataset_ratio", "did you mean --eval_share?"),
+        (
+            "rlhf_type",
+            "did you mean --loss? it is a flag of recipes/prefer.py and grpo.py (fix: leave it",
+        ),
+        (
+            "num_generations",
+            "did you mean --group_size? it is a flag of recipes/grpo.py (fix: leave it",
+        ),
+        ("micro_train_batch_size", "did you mean --batch_size?"),  # OpenRLHF
+        ("zero_stage", "there is no DeepSpeed here (fix: leave it out;"),
+        ("data.train_files", "did you mean --dataset?"),  # verl
+        ("train.micro_batch_size", "did you mean --batch_size?"),  # litgpt
+        ("use_gradient_checkpointing", "did you mean --activation_checkpointing full?"),  # Unsloth
+        ("bnb_4bit_quant_type", "are NF4 in blocks of 64, computed in --dtype (fix: leave it out)"),
+    ],
+)
+def test_flags_of_further_projects_are_answered_also_those_of_a_sibling(theirs, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
         parse_cli(finetune.Config, [f"--{theirs}", "x"])
 
 

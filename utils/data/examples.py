@@ -49,7 +49,7 @@ class Origin(NamedTuple):
 
     name: str
     weight: float  # 0: not set
-    forms: dict[str, int]  # form -> rows
+    forms: dict  # form -> rows
     first: int
     last: int
 
@@ -82,9 +82,9 @@ class Examples:
     trained_tokens: Tensor  # (n,) int64: how many tokens of row i are trained
     keys: Tensor  # (n,) int64: a hash of row i's ids
     where: Sequence[str]  # the names of the n rows, such as "chat.jsonl:3"
-    dropped: dict[str, int]  # reason -> rows
-    notes: dict[str, int]  # what the user should know -> rows
-    firsts: dict[str, str]  # note -> the first row it is about
+    dropped: dict  # reason -> rows
+    notes: dict  # what the user should know -> rows
+    firsts: dict  # note -> the first row it is about
     # the first row whose prompt differs between training and inference, and how it differs
     problem: str
     # (n,) int64; its meaning depends on the task. pairs: the offset in row i of the rejected sequence, which

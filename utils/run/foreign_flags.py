@@ -23,8 +23,12 @@ def meaning_of(name: str, kinds: dict) -> str:
     known = HINTS | {name: name for name in kinds}
     near = difflib.get_close_matches(name.lower(), known, cutoff=0.8)
     ours = known[near[0]] if near else ""
-    if ours.partition(" ")[0] in kinds:
-        return f"did you mean --{ours}?"
+    meaning = f"did you mean --{ours}?"
+    flag = ours.partition(" ")[0]
+    if flag in kinds:
+        return meaning
+    if flag in HINTS:  # a sibling has it
+        return f"{meaning} {HINTS[flag]}"
     return ours if name in HINTS and "(fix" in ours else "--help lists them all"
 
 
