@@ -605,6 +605,11 @@ def test_patterns_that_match_nothing_and_folders_of_several_kinds(said):
     write("data/b.csv", "instruction,output\na,b\n")
     assert "data: files of several kinds, .csv, .jsonl" in said("data")
     assert ": 1 rows" in said("data/*.jsonl")
+    write("data/c.jsonl.zst", "(\xb5/\xfd")  # it was left out without a word
+    os.remove("data/b.csv")
+    assert "data: files of several kinds, .jsonl, .zst (fix: " in said("data")
+    os.remove("data/a.jsonl")
+    assert "data: no .jsonl, .json" in said("data")
 
 
 def test_the_same_file_twice_is_counted(said):

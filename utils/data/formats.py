@@ -133,7 +133,7 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns
 
 
-def renamed(row: dict, columns: dict[str, str]) -> tuple:
+def renamed(row: dict, columns: dict) -> tuple:
     """(the row with its columns renamed to our keys, its form). For the form, renamed keys take priority, if
     the row has any of them.
     Turns that are JSON text, as in a table, are parsed, also under prompt, completion, chosen and rejected.
@@ -306,7 +306,7 @@ READERS = {
 }
 
 
-def keys_of(turn: dict) -> tuple[str, str]:
+def keys_of(turn: dict) -> tuple:
     """The keys of a turn's role and content: those of OpenAI, or of ShareGPT."""
     return ("from", "value") if {"from", "value"} & turn.keys() else ("role", "content")
 

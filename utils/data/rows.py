@@ -17,6 +17,7 @@ from ..run.files import did_you_mean, impostor
 from .formats import json_name
 
 KINDS = ".jsonl .json .csv .parquet .txt .md".split()
+OTHERS = ".tsv .zst .xz .bz2".split()  # also hold rows, but cannot be read
 # a word in the name of a file that is not for training
 HELD_OUT = "(?i)(?<![a-z])(test|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])"
 # how names of files without rows begin, in a folder
@@ -93,7 +94,7 @@ def files_of(name: str) -> list[Path] | None:
         files = [
             p
             for p in sorted(path.iterdir())
-            if kind_of(p) in KINDS and not re.match(NOT_DATA, p.name)
+            if kind_of(p) in KINDS + OTHERS and not re.match(NOT_DATA, p.name)
         ]
         splits = {re.search(HELD_OUT, p.name) is None for p in files}
         check(
@@ -113,6 +114,10 @@ def files_of(name: str) -> list[Path] | None:
     else:
         return None
     kinds = sorted({kind_of(p) for p in files})
+    check(
+        len(kinds) < 2,
+        f"{name}: files of several kinds, {', '.join(kinds)} (fix: the files, separated by commas)",
+    )
     nested = path.glob("*/**/*") if not files else ()
     # The folder, not a pattern of its files: a pattern would also take those of a test split.
     fixes = [
@@ -125,10 +130,6 @@ def files_of(name: str) -> list[Path] | None:
         files and {*kinds} <= {*KINDS},
         f"{name}: no {', '.join(KINDS)} files found, nor .gz of them; others, as .tsv: recipes/README.md"
         f"{min(fixes, default=' (fix: a file or folder, or OWNER/NAME of the hub)')}",
-    )
-    check(
-        len(kinds) == 1,
-        f"{name}: files of several kinds, {', '.join(kinds)} (fix: the files, separated by commas)",
     )
     for path in files:
         check(path.is_file(), f"{path}: no such file{did_you_mean(path)}")
