@@ -52,6 +52,7 @@ from utils.model.sharding import (
     clip_gradients,
     decoder_layers,
     lacks_grouped_kernels,
+    norms_and_biases,
     recompute_activations,
     settle_dtype,
     stored_as_computed,
@@ -320,9 +321,8 @@ def main(cfg: Config) -> Path:
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     if tokenizer.eos_token_id is None:
         print0(
-            "warning: the tokenizer has no end-of-text token: none is between documents, and the model will"
-            " not end a text (fix: PreTrainedTokenizerFast(tokenizer_file='tokenizer.json',"
-            " eos_token='<|endoftext|>').save_pretrained(DIR))"
+            "warning: no end-of-text token: the model will not end a text (fix: PreTrainedTokenizerFast("
+            "tokenizer_file='tokenizer.json', eos_token='<|endoftext|>').save_pretrained(DIR))"
         )
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
@@ -412,9 +412,10 @@ def main(cfg: Config) -> Path:
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
     trained = [p for p in model.parameters() if p.requires_grad]
+    undecayed = norms_and_biases(model)
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},  # norms and biases
+        {"params": [p for p in trained if p not in undecayed], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trained if p in undecayed], "weight_decay": 0.0},
     ]
     if cfg.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, fused=True)

@@ -60,6 +60,7 @@ from utils.model.sharding import (
     clip_gradients,
     decoder_layers,
     lacks_grouped_kernels,
+    norms_and_biases,
     recompute_activations,
     reshard,
     settle_dtype,
@@ -408,9 +409,10 @@ def main(cfg: Config) -> Path:
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
     trained = [p for p in model.parameters() if p.requires_grad]
+    undecayed = norms_and_biases(model)
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},  # norms and biases
+        {"params": [p for p in trained if p not in undecayed], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trained if p in undecayed], "weight_decay": 0.0},
     ]
     if cfg.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, fused=True)

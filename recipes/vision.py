@@ -61,6 +61,7 @@ from utils.model.sharding import (
     clip_gradients,
     decoder_layers,
     lacks_grouped_kernels,
+    norms_and_biases,
     recompute_activations,
     settle_dtype,
     stored_as_computed,
@@ -454,14 +455,15 @@ def main(cfg: Config) -> Path:
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
     groups = []
+    undecayed = norms_and_biases(model)
     for part, names in part_names(model).items():
         scale = (rates.get(part) or cfg.lr) / cfg.lr  # act train multiplies the rate by it
         trained = [p for p in map(model.get_parameter, names) if p.requires_grad]
-        matrices = [p for p in trained if p.ndim >= 2]
-        vectors = [p for p in trained if p.ndim < 2]  # norms and biases
+        decayed = [p for p in trained if p not in undecayed]
+        others = [p for p in trained if p in undecayed]
         groups += [
-            {"params": matrices, "weight_decay": cfg.weight_decay, "scale": scale},
-            {"params": vectors, "weight_decay": 0.0, "scale": scale},
+            {"params": decayed, "weight_decay": cfg.weight_decay, "scale": scale},
+            {"params": others, "weight_decay": 0.0, "scale": scale},
         ]
     if cfg.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, fused=True)

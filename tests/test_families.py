@@ -19,6 +19,7 @@ from shards import shard_training
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import get_parameter_names
 
 from utils.data.batches import Batch
 from utils.model.folder import (
@@ -31,7 +32,7 @@ from utils.model.folder import (
 from utils.model.loading import build_model, check_kind, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, settle_chunked_loss, summed_cross_entropy
 from utils.model.saving import save_model
-from utils.model.sharding import recompute_activations
+from utils.model.sharding import norms_and_biases, recompute_activations
 from utils.plan.generation import estimate_generation
 from utils.run.distributed import build_mesh, gather
 from utils.run.errors import ConfigError
@@ -282,6 +283,32 @@ def test_what_is_no_causal_language_model_is_refused_by_name(model_type):
 @pytest.mark.skipif(
     transformers.__version__ < "5.24", reason="the tables have types of transformers 5.24"
 )
+@pytest.mark.parametrize(
+    ("model_type", "ours_alone"),
+    [
+        ("gpt_oss", {"sinks"}),  # and its biases of experts, which are matrices
+        ("cohere", set()),  # and its norms of each head
+        ("mamba", {"A_log", "D", "weight"}),  # weight: of the last norm, which is called norm_f
+        ("jamba", {"A_log", "D"}),
+        ("qwen3_next", {"A_log"}),
+        ("dbrx", set()),
+    ],
+)
+def test_weight_decay_leaves_out_what_transformers_trainer_leaves_out(model_type, ours_alone):
+    config = family_config(model_type)
+    config.use_qk_norm = True
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = {p: name for name, p in model.named_parameters()}
+    ours = {names[p] for p in norms_and_biases(model)}
+    patterns = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = get_parameter_names(model, [torch.nn.LayerNorm], patterns)  # as Trainer calls it
+    theirs = {name for name in {*names.values()} - {*decayed} if "norm_attn_norm.attn" not in name}
+    assert theirs  # dbrx: theirs also leaves out the matrices in a block named norm_attn_norm
+    assert theirs <= ours
+    assert {name.rpartition(".")[2] for name in ours - theirs} == ours_alone
+
+
 def test_the_tables_name_only_types_that_transformers_lists():
     tables = (REFUSED, NOT_IN_BF16, NEAR_IN_BF16, OVERWRITTEN, NEEDS, RENAMES_FULL)
     assert set().union(*tables) <= set(TYPES)

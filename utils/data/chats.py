@@ -55,7 +55,7 @@ class Chat(NamedTuple):
     """
 
     text: str
-    spans: list[tuple[int, int, bool]]
+    spans: list[tuple]
     problem: str = ""  # how the prompt at inference differs from the text before an answer
 
 

@@ -96,7 +96,7 @@ class Examples:
     details: Texts
     unit: str  # the word for a row in the summary
     origins: Sequence[Origin]
-    bad: Sequence[tuple[str, str]]  # (where, reason) of each bad row that was dropped
+    bad: Sequence[tuple]  # (where, reason) of each bad row that was dropped
     rows: Tensor | EllipsisType = ...  # numbers of the rows that are used; ...: all
 
     def __len__(self) -> int:

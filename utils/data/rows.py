@@ -33,7 +33,7 @@ class Source(NamedTuple):
     name: str
     weight: float  # 0: not set
     files: list[Path]  # those that hold its rows
-    read: Callable[[], RawRows]  # each call reads from the first row
+    read: Callable  # () -> RawRows; each call reads from the first row
 
 
 def as_object(value: object) -> dict:

@@ -97,12 +97,15 @@ def tokenizer_of(adapter: str) -> str:
     return adapter if Path(adapter, "tokenizer_config.json").exists() else ""
 
 
+Weights = dict[str, TensorInfo]  # by name in the checkpoint
+
+
 class Source(NamedTuple):
     """A model folder whose config and headers have been read, but not its weights."""
 
     folder: Path  # for a shape, see init.py, its file
     config: transformers.PretrainedConfig
-    weights: dict[str, TensorInfo]  # by name in the checkpoint
+    weights: Weights
 
     def sentence(self) -> str:
         """The plan's words for the model."""
@@ -118,7 +121,7 @@ def open_model(name: str, world: World, trust_remote_code: bool) -> Source:
     return Source(folder, config, weights)
 
 
-def open_weights(folder: Path) -> dict[str, TensorInfo]:
+def open_weights(folder: Path) -> Weights:
     """Every tensor of the folder by its name in the checkpoint, from the headers alone.
 
     Raises ConfigError naming the file: no safetensors; a file that is missing, damaged or outside the folder;
@@ -200,7 +203,7 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
         )
 
 
-def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
+def run_facts(config, weights: Weights, data: str) -> dict:
     """The facts that identify a run, as JSON: the fingerprint of its data, the fields of the transformers
     config that decide what the model computes, and "weights", a SHA-256.
 
@@ -261,7 +264,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> transformers.Pretraine
         )
 
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
+def read_header(file: Path) -> Weights:
     """Every tensor of a safetensors file, by name. Raises ConfigError naming a file that is damaged, or not
     as long as its header says.
     """

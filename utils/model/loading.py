@@ -35,7 +35,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ..run.distributed import World
 from ..run.errors import ConfigError, check, first_five, others_code, print0
 from ..run.files import AGAIN
-from .folder import DTYPES, NOT_CAUSAL, TensorInfo
+from .folder import DTYPES, NOT_CAUSAL, TensorInfo, Weights
 from .sharding import family_of
 
 # --- tensors of a checkpoint as boxes of parameters: which part this rank holds, and its place in a file
@@ -53,8 +53,8 @@ class Piece(NamedTuple):
     name: str
     info: TensorInfo
     param: str
-    at: tuple[int, ...]
-    shape: tuple[int, ...]
+    at: tuple
+    shape: tuple
     transposed: bool = False
 
 
@@ -280,9 +280,7 @@ def check_kind(config: PretrainedConfig, kind: str) -> None:
     check(listed, f"--model: {config.model_type} is no {wanted} (fix: {fix})")
 
 
-def plan_pieces(
-    model: nn.Module, weights: dict[str, TensorInfo], folder: Path, new_head=""
-) -> list[Piece]:
+def plan_pieces(model: nn.Module, weights: Weights, folder: Path, new_head="") -> list[Piece]:
     """Map each tensor of the checkpoint to a box of a parameter. new_head: a parameter that the checkpoint
     may lack. Then its piece has no file, and the head of the checkpoint is not read.
 

@@ -190,6 +190,14 @@ def reshard(model: nn.Module) -> None:
         model.reset_iter_state()
 
 
+def norms_and_biases(model: nn.Module) -> set:
+    """The parameters without weight decay: all vectors, and what is no matrix by its name, such as the
+    biases of experts (E, out), the norms of heads (H, D) and the rates of Mamba's states.
+    """
+    no_matrix = re.compile(r"(norm\.\w+|bias|A_log|\.D)$")
+    return {p for name, p in model.named_parameters() if p.ndim < 2 or no_matrix.search(name)}
+
+
 def clip_gradients(model: nn.Module, max_norm: float, in_backward=None) -> Tensor:
     """Scale the gradients so that their global L2 norm is at most max_norm (0: do not scale). Returns the
     norm before scaling, (), on the device of the gradients. in_backward: a StepInBackward, which has updated

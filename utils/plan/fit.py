@@ -55,8 +55,8 @@ class MemoryPlan(NamedTuple):
     """
 
     text: str
-    chosen: dict[str, object]
-    planned: dict[str, object]
+    chosen: dict
+    planned: dict
     base: int
 
     def finish(self, out: Path, world: World, **facts: object) -> None:

@@ -102,8 +102,8 @@ class Peak(NamedTuple):
     """
 
     phase: str
-    parts: dict[str, int]
-    pools: dict[str, int]
+    parts: dict
+    pools: dict
 
     @property
     def total(self) -> int:
@@ -498,7 +498,7 @@ class Need(NamedTuple):
     device: int
     comfortable: int
     host: int
-    acts: dict[str, int]
+    acts: dict
 
     def sentence(self) -> str:
         """The line that the plan prints."""

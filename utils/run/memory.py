@@ -5,8 +5,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-peaks: dict[str, int] = {}  # peak bytes in use, by act
-reserved_peaks: dict[str, int] = {}  # on a GPU: peak bytes that torch's allocator had reserved
+peaks = {}  # peak bytes in use, by act
+reserved_peaks = {}  # on a GPU: peak bytes that torch's allocator had reserved
 
 # By folder (cgroup v1 or v2): the file of the bytes in use, the file of the limit, the prefix of names in
 # memory.stat.
