@@ -11,6 +11,7 @@ forms that vision.py trains. Batches and random numbers do not depend on the num
 the answers. Answers are written as they come: after a kill, the same command goes on.
 """
 
+import fcntl
 import gc
 import hashlib
 import json
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TextIO
 
 if __name__ == "__main__":
     gc.disable()  # the imports leave nothing to collect: saves 0.5 s
@@ -52,7 +53,6 @@ from utils.run.distributed import (
     together,
 )
 from utils.run.errors import ConfigError, act, check, escaped, others_code, print0
-from utils.run.files import replace_file
 from utils.run.folder import releases_output
 from utils.run.settings import convert_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
@@ -188,16 +188,18 @@ def main(cfg: Config) -> None:
         positions = positions_of(model)
         at_once = KEPT_BATCHES * cfg.batch_size  # prompts whose answers are written together
         unfinished = unfinished_file(cfg, prompts)
-        done = 0
-        if world.rank == 0:
-            done = count_kept(unfinished, prompts, at_once)
         encoded = [
             encode_prompt(tokenizer, prompt, cfg.raw, cfg.max_new_tokens, positions, ids_of)
             for prompt in prompts
         ]
-    encoded, done = broadcast(world, (encoded, done))
+    encoded = broadcast(world, encoded)
+    done = 0
     with together(world):
         plan_memory(cfg, model, DTYPES[dtype], encoded, world, pictures)
+        if world.rank == 0 and unfinished:
+            lock = locked(unfinished)  # noqa: F841 - until the end
+            done = count_kept(unfinished, prompts, at_once)
+    done = broadcast(world, done)
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     if world.size > 1:
@@ -250,12 +252,6 @@ def main(cfg: Config) -> None:
         with together(world):
             if world.rank == 0:
                 check_output(Path(cfg.output))  # another process may have made it meanwhile
-                count = unfinished.read_text("utf-8").count("\n")
-                check(
-                    count == len(prompts),
-                    f"{unfinished} has {count:,} answers to {len(prompts):,} prompts: two processes"
-                    " wrote it (fix: remove it)",
-                )
                 os.rename(unfinished, cfg.output)
     place = f" in {cfg.output}" if cfg.output else ""
     print0(f"finished  {len(prompts)} answers{place}")
@@ -536,7 +532,10 @@ def check_output(path: Path) -> None:
     check(not exists, f"--output {path} exists, and is not overwritten (fix: another name)")
     parent = path.absolute().parent
     writable = parent.is_dir() and os.access(parent, os.W_OK)
-    check(writable, f"--output {path}: no folder {parent} to write to (fix: another folder)")
+    check(
+        writable,
+        f"--output {path}: no folder {parent} that can be written to (fix: another folder)",
+    )
 
 
 def unfinished_file(cfg: Config, prompts: list[Prompt]) -> Path | None:
@@ -551,21 +550,37 @@ def unfinished_file(cfg: Config, prompts: list[Prompt]) -> Path | None:
     return Path(f"{cfg.output}.{digest[:8]}.unfinished")
 
 
-def count_kept(file: Path | None, prompts: list[Prompt], at_once: int) -> int:
+def locked(file: Path) -> TextIO:
+    """The file, which no other process that calls this opens while it is open. ConfigError if one has."""
+    lock = open(file, "a")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{file}: another process writes it (fix: wait, or another --output)"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return lock
+
+
+def count_kept(file: Path, prompts: list[Prompt], at_once: int) -> int:
     """The number of answers that an earlier start wrote; they belong to the first prompts. If a kill cut the
     last `at_once` answers, they are removed, so that the same batches are made again. ConfigError if they
     answer other prompts.
     """
-    if not file or not file.exists():
-        return 0
-    # a kill or a full disk may cut the last line within a character
-    *lines, _ = file.read_text("utf-8", "replace").split("\n")
+    *lines, _ = file.read_bytes().split(b"\n")  # a kill or a full disk may cut the last one
     lines = lines[: len(lines) // at_once * at_once]
-    replace_file(file, "".join(line + "\n" for line in lines))
+    os.truncate(file, sum(len(line) + 1 for line in lines))
+    check(
+        len(lines) <= len(prompts),
+        f"{file} has {len(lines):,} answers to {len(prompts):,} prompts (fix: remove it)",
+    )
     for line, prompt in zip(lines, prompts, strict=False):
         same = json.loads(line)["prompt"] == prompt.content
         check(same, f"{file} has answers to other prompts than {prompt.where} (fix: remove it)")
-    print0(f"to go on  after {len(lines):,} answers in {file} (other weights now? remove it)")
+    if lines:
+        print0(f"to go on  after {len(lines):,} answers in {file} (other weights now? remove it)")
     return len(lines)
 
 

@@ -212,7 +212,7 @@ def stopped(flags, out, send, torchrun="", code=None, launch=Launch) -> int:
 def test_sigterm_is_a_checkpoint_and_the_resume_is_exact(flags, tmp_path):
     """To all ranks, as torchrun hands it on."""
     out = tmp_path / "run"
-    step = stopped(flags, out, lambda run: run.signal(signal.SIGTERM), code=0, launch=Forked)
+    step = stopped(flags, out, lambda run: run.signal(signal.SIGTERM), code=1, launch=Forked)
     longer = {**flags, **ENDLESS, "steps": step + 3}
     train(2, longer, out)
     assert results(out) == results(train(2, longer, tmp_path / "undisturbed"))
@@ -226,12 +226,12 @@ def everyone(run):
 
 SIGNALS = {
     "SIGTERM to torchrun": (lambda run: run.process.send_signal(signal.SIGTERM), "", None),
-    "SIGTERM to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGTERM), "", 0, Forked),
+    "SIGTERM to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGTERM), "", 1, Forked),
     "Ctrl-C to torchrun": (lambda run: run.process.send_signal(signal.SIGINT), "", None),
     "Ctrl-C to all": (everyone, "", None),
-    "SIGUSR1 to rank 0": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0, Forked),
+    "SIGUSR1 to rank 0": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 1, Forked),
     "a closed terminal": (lambda run: run.process.send_signal(signal.SIGHUP), "", None),
-    "SIGUSR2 to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGUSR2), "", 0, Forked),
+    "SIGUSR2 to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGUSR2), "", 1, Forked),
     "SIGUSR1 to torchrun": (
         lambda run: run.process.send_signal(signal.SIGUSR1),
         "--signals-to-handle SIGTERM,SIGINT,SIGUSR1",

@@ -370,9 +370,27 @@ def test_a_start_that_was_killed_goes_on_after_the_answers_that_are_kept(llama, 
     output.rename(tmp_path / "other.jsonl")
     twice = (whole * 2)[: 2 * generate.KEPT_BATCHES]
     kept.write_text("".join(line + "\n" for line in twice))
-    with pytest.raises(ConfigError, match="128 answers to 70 prompts: two processes wrote it"):
+    with pytest.raises(ConfigError, match=r"128 answers to 70 prompts \(fix: remove it"):
         on_rank(None, flags)
     assert not output.exists()
+
+
+def test_two_processes_never_write_the_answers_of_one_file(llama, tmp_path):
+    """Both made all answers, and at the end each found those of the other among its own."""
+    path, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    path.write_text("one\n")
+    flags = {"model": str(llama), "prompts": str(path), "output": str(output), "max_new_tokens": 3}
+    unfinished = generate.unfinished_file(generate.Config(**flags), [])
+    with (
+        generate.locked(unfinished),
+        pytest.raises(
+            ConfigError, match=r"another process writes it \(fix: wait, or another --out"
+        ),
+    ):
+        on_rank(None, flags)
+    on_rank(None, flags)
+    assert len(output.read_text().splitlines()) == 1
+    assert not unfinished.exists()
 
 
 MISTAKES = {

@@ -13,6 +13,8 @@ from ranks import run_ranks
 from shards import shard_training
 from tiny import in_chunks, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from utils.data.batches import Batch
 from utils.model.log_probs import token_log_probs
@@ -136,6 +138,41 @@ def test_full_logits_give_the_same_loss_and_gradients_router_included(kind):
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     for ours, theirs in zip(chunked.parameters(), full.parameters(), strict=True):
         assert (ours.grad - theirs.grad).norm() <= 2e-6 * theirs.grad.norm()
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+
+class OwnForCausalLM(PreTrainedModel, GenerationMixin):
+    """Its backbone has no name that transformers' classes use."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table, self.lm_head = torch.nn.Embedding(1003, 16), torch.nn.Linear(16, 1003)
+
+    def get_input_embeddings(self):
+        return self.table
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids, attention_mask=None, **_):
+        return CausalLMOutput(logits=self.lm_head(self.table(input_ids)))
+
+
+def test_a_class_of_the_users_own_without_a_known_backbone_has_full_logits(capsys):
+    model, batch = OwnForCausalLM(OwnConfig(vocab_size=1003)), some_batch()
+    logits = model(batch.ids).logits
+    add_chunked_loss(model)
+    settle_chunked_loss(model, CPU)
+    assert "or no backbone by a known name" in capsys.readouterr().out
+    loss = summed_cross_entropy(model, batch)
+    shifted = logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten()
+    expected = F.cross_entropy(*shifted, ignore_index=IGNORE, reduction="sum")
+    torch.testing.assert_close(loss, expected)
 
 
 def test_an_unknown_transform_falls_back_to_full_logits_and_says_the_price(capsys):

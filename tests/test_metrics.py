@@ -59,6 +59,7 @@ def test_a_log_has_whole_lines_and_the_file_every_step(tmp_path, capsys):
     for step in range(1, 6):
         log.step(step=step, **NUMBERS, mfu=0.417 if step == 4 else None, peak_memory_gib=1.5)
     log.step(step=5, eval_loss=1.25)
+    log.step(step=4, exact_match=0.25)  # an owner's, without a format
     log.__exit__()
     said = capsys.readouterr().out
     assert said.splitlines() == [
@@ -68,7 +69,7 @@ def test_a_log_has_whole_lines_and_the_file_every_step(tmp_path, capsys):
         "step 5/5  eval_loss 1.2500",
     ]
     assert "\r" not in said
-    assert [entry["step"] for entry in objects(tmp_path)] == [1, 2, 3, 4, 5, 5]
+    assert [entry["step"] for entry in objects(tmp_path)] == [1, 2, 3, 4, 5, 5, 4]
     assert objects(tmp_path)[0] == {"run": 1, "step": 1, **NUMBERS, "peak_memory_gib": 1.5}
 
 

@@ -28,6 +28,7 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from torch.distributed.run import get_args_parser
 
+from utils.run.folder import write_plan
 from utils.run.settings import parse_cli
 
 SLURM = (ROOT / "configs/launch/slurm.sbatch").read_text()
@@ -63,6 +64,18 @@ def test_the_launch_files_parse_and_start_the_same():
     assert torchrun_line(first) == torchrun_line(second)
     for script in scripts():
         assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in script
+
+
+@pytest.mark.parametrize(("measured", "code"), [({"steps": 3}, 0), (None, 1)])
+def test_a_pod_ends_well_only_if_the_run_has_finished(tmp_path, measured, code):
+    """A pod whose torchrun ended with 0 after a signal counted as one that had finished."""
+    write_plan(tmp_path, {"acts": {}}, measured)
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text("#!/bin/sh\nexit 0\n")
+    torchrun.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    pod_script = scripts()[1]
+    assert subprocess.run(["bash", "-c", pod_script], env=env).returncode == code
 
 
 def test_every_flag_in_the_launch_files_exists():

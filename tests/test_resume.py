@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 
+import export
 import finetune
 import grpo
 import prefer
@@ -29,6 +30,7 @@ from utils.model.folder import run_facts
 from utils.run import signals
 from utils.run.distributed import ALONE, World
 from utils.run.errors import ConfigError, differences
+from utils.run.settings import parse_cli
 from utils.run.signals import CAUGHT, stop_at_once
 from utils.train.resume import print_resume_command
 
@@ -216,6 +218,45 @@ def test_a_run_that_an_older_version_finished_is_finished(whole, tmp_path, capsy
     assert "is finished: already at step 5" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="other settings: lr 0.001 -> 0.1"):
         train(None, {**flags, "lr": 0.1}, tmp_path / "run")
+
+
+def test_settings_that_change_no_result_do_not_refuse_a_finished_run(whole, capsys):
+    """A script that submits again with a longer --timeout."""
+    flags, out = whole
+    train(None, {**flags, "timeout": 900, "save_every": 4, "keep": 1, "force": True}, out)
+    assert "is finished: already at step 5" in capsys.readouterr().out
+
+
+def test_a_finished_run_whose_model_is_gone_says_how_to_make_it_again(whole, tmp_path):
+    flags, out = whole
+    shutil.copytree(out, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "model")
+    fix = rf"\(fix: (recipes/export.py --checkpoint {tmp_path}/run --output_dir {tmp_path}/run/model)\)"
+    with pytest.raises(ConfigError, match=f"its model is gone {fix}") as refused:
+        train(None, flags, tmp_path / "run")
+    _, *words = re.search(fix, str(refused.value))[1].split()
+    export.main(parse_cli(export.Config, words))
+    train(None, flags, tmp_path / "run")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        files = [path / "model" / name for path in (out, tmp_path / "run")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("plan.json", ""), ("config.yaml", "a: [1"), ("plan.json", b"\xaf")]
+)
+def test_a_torn_plan_or_config_is_named_and_the_checkpoints_are_enough(
+    whole, tmp_path, name, content
+):
+    flags, out = whole
+    part = cut(out, tmp_path / "cut", 2)
+    (part / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(
+        ConfigError, match=r"cut: its plan.json or newest config: .*\(fix: remove it"
+    ):
+        train(None, flags, part)
+    (part / name).unlink()
+    assert [step for step, *_ in curve(train(None, flags, part))][-1] == 5
 
 
 def test_the_folder_of_another_recipes_finished_run_is_refused(whole):

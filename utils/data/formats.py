@@ -118,7 +118,7 @@ def form_of(row: dict) -> str:
     return next((form for key, form in FORMS.items() if key in row), "")
 
 
-def parse_columns(text: str) -> dict[str, str]:
+def parse_columns(text: str) -> dict:
     """Parse --columns instruction=question,output=answer to {our key: column of the data}, or ConfigError."""
     columns = {}
     keys = COLUMNS | PREFERENCES

@@ -199,7 +199,7 @@ def reward_all(
     return records
 
 
-def reward_means(records: list[dict], prefix="") -> dict[str, float]:
+def reward_means(records: list[dict], prefix="") -> dict:
     """The mean of each reward over the completions to which it applies. records: from reward_all."""
     means = {}
     for name in records[0]:

@@ -175,7 +175,7 @@ def base_names(model: nn.Module) -> dict:
     return names
 
 
-def adapter_names(model: nn.Module) -> dict[str, str]:
+def adapter_names(model: nn.Module) -> dict:
     """Name in a peft file -> name of the parameter, for all trainable parameters."""
     of_peft = r"\.modules_to_save\.default|(\.lora_magnitude_vector)\.default\.weight|(\.lora_\w+)\.default"
     names = {}
@@ -270,7 +270,7 @@ def load_adapter(model: nn.Module, folder: Path, merge=False) -> None:
                 local(parameter)[in_shard].copy_(values)
 
 
-def match_tensors(model: nn.Module, folder: Path, merge=False) -> dict[str, str]:
+def match_tensors(model: nn.Module, folder: Path, merge=False) -> dict:
     """Name in an adapter's file -> parameter of a model from add_adapters, from the file's header alone.
     If the vocabulary has grown, peft also stores both embeddings of the base, and copies of those in
     modules_to_save. merge: take stored weights of any part of the base, not only those under adapters. A

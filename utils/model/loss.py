@@ -70,6 +70,7 @@ def add_chunked_loss(model: nn.Module) -> nn.Module:
         bool(model._parameters)
         or hasattr(head, "base_layer")
         or not head.weight.is_floating_point()
+        or (model.base_model is model and not hasattr(model, "model"))  # a class of your own
     )
     if model.router_loss:
         parameters = list(inspect.signature(model.router_loss).parameters)
@@ -108,8 +109,8 @@ def settle_chunked_loss(model: nn.Module, device: torch.device) -> None:
     vocab_size = head.weight.shape[0]
     if model.full_logits:
         reason = (
-            "the head has an adapter or is quantized, the router has a loss of its own, or the model has a"
-            " parameter beside backbone and head"
+            "the head has an adapter or is quantized, the router has a loss of its own, the model has a"
+            " parameter beside backbone and head, or no backbone by a known name, or full_logits was set"
         )
     else:
         ids = torch.arange(8, device=device)[None] * (vocab_size // 8)

@@ -33,7 +33,7 @@ class Lora:
     def __bool__(self) -> bool:
         return bool(self.lora_rank or self.adapter)
 
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> dict:
         """What determines the adapters: the options by flag, and the settings of the folder to continue."""
         settings = self.adapter and read_json(Path(self.adapter, "adapter_config.json"))
         return vars(self) | {"adapter": settings}

@@ -88,7 +88,7 @@ def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
     return [*found, Unit([model], dtype, reshard_after_forward=False)]
 
 
-def stored_as_computed(found: list[Unit], accumulates: bool) -> set[nn.Parameter]:
+def stored_as_computed(found: list[Unit], accumulates: bool) -> set:
     """Parameters that a single rank can use as they are stored, without FSDP2's copies: their unit computes
     in their dtype, and they are frozen, or their gradients need no sum in fp32.
 

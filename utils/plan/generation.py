@@ -28,7 +28,7 @@ def estimate_generation(
     prompt_tokens: int,
     new_tokens: int,
     pictures: object = None,
-) -> dict[str, int]:
+) -> dict:
     """Bytes by part on the fullest rank, to answer `rows` prompts of at most prompt_tokens with new_tokens.
 
     Weights and gathered layers are exact. The cache is an upper bound: keys and values of every layer, as in
@@ -77,7 +77,7 @@ def estimate_generation(
     }
 
 
-def plan_generation(parts: dict[str, int], world: World, force: bool) -> None:
+def plan_generation(parts: dict, world: World, force: bool) -> None:
     """Print what a rank needs, `parts` of estimate_generation, and what this machine has. ConfigError if that
     does not fit, unless `force`.
     """

@@ -110,7 +110,7 @@ class Peak(NamedTuple):
         return sum(self.parts.values())
 
 
-def sum_of(parts: dict[str, int]) -> str:
+def sum_of(parts: dict) -> str:
     """The parts and their sum in words, largest first; parts that would print as 0.00 are left out."""
     total = sum(parts.values())
     unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")

@@ -38,12 +38,12 @@ LEVERS = {
 }
 
 
-def levers_of(setting: Setting) -> dict[str, object]:
+def levers_of(setting: Setting) -> dict:
     """The value of each flag that a plan may change."""
     return {flag: attrgetter(attribute)(setting) for flag, attribute in LEVERS.items()}
 
 
-def changes(before: Setting, after: Setting) -> dict[str, object]:
+def changes(before: Setting, after: Setting) -> dict:
     """The new values of the flags that differ between two settings."""
     old = levers_of(before)
     return {
@@ -220,7 +220,7 @@ def refusal(setting: Setting, need: Need, room: Room) -> str:
     )
 
 
-def fitted_before(out: Path) -> dict[str, object]:
+def fitted_before(out: Path) -> dict:
     """The values of LEVERS and the global batch size in the config.yaml of a run that was started with --fit;
     {} for another run, or without that file.
     """

@@ -7,6 +7,7 @@ is enough for a whole run on a machine without a GPU.
 
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -155,11 +156,12 @@ def use_all_cores(world: World) -> None:
 
 
 def stop_distributed() -> None:
-    """Leave the group, if there is one.
+    """Leave the group, if there is one. From now on a rank that has ended is not missed.
 
     gloo's threads may still release the last tensors, for which they need Python's GIL. Asking for it while
     Python ends aborts the process (https://github.com/pytorch/pytorch/issues/190489), so wait 0.1 s for them.
     """
+    signal.set_wakeup_fd(-1)
     if dist.is_initialized():
         dist.destroy_process_group()
         time.sleep(0.1)
@@ -302,7 +304,7 @@ def device_of(local_rank: int, local_size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def mesh_axes(ranks: int, replicate=0, shard=0) -> dict[str, int]:
+def mesh_axes(ranks: int, replicate=0, shard=0) -> dict:
     """The axes of the mesh and their sizes: `shard` (FSDP), or `replicate` and `shard` (HSDP: weights are
     sharded within a group of ranks and replicated across groups).
 
@@ -339,7 +341,7 @@ def _mesh_of(_, device_type, names, sizes):
     return mesh
 
 
-def mesh_sentence(world: World, axes: dict[str, int]) -> str:
+def mesh_sentence(world: World, axes: dict) -> str:
     """The mesh in words, for the plan."""
     copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
     return f"{world.size} on {world.device.type}; {copies}every weight cut into {axes['shard']}, the data too"

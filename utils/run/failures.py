@@ -48,12 +48,12 @@ def explain(error: Exception) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # torchrun may send them meanwhile
         signal.signal(number, signal.SIG_IGN)
     text = str(error)
-    for code in (errno.ENOSPC, errno.EDQUOT):
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         reason = os.strerror(code)  # errors of safetensors and torch contain the system's text
         if reason in text:
             file = getattr(error, "filename", None) or "a file"
             print_once(
-                f"{reason} for {file} in act '{story.act}': free space, or choose another --output_dir"
+                f"{reason} for {file} in act '{story.act}' (fix: room, or rights; or another --output_dir)"
             )
             _leave()
     first_line = (text or "MemoryError").splitlines()[0][:300]

@@ -95,7 +95,7 @@ def split_words(argv: list[str]) -> dict:
     return texts
 
 
-def kinds_of(cls: type) -> dict[str, tuple]:
+def kinds_of(cls: type) -> dict:
     """Each setting's type, and the value that its flag means without a value (None: it needs one)."""
     return {
         name: (

@@ -29,7 +29,6 @@ def stop_at_once() -> None:
 
     A thread receives the signals too: while the main thread waits for other ranks, Python runs no handler.
     """
-    story.stopped = 0  # of an earlier run in a notebook
     for number in CAUGHT:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _raise)
@@ -130,8 +129,10 @@ def _raise(number, _):
 @contextmanager
 def report_errors() -> Iterator[None]:
     """Turn an exception that leaves a recipe into one line and an exit code: 2 for bad input, 128 + N for
-    signal N, 1 for a full disk, too little memory or a missing rank. Other errors keep their traceback.
+    signal N (also after its checkpoint, so that no later command takes the run for a finished one), 1 for a
+    full disk, too little memory or a missing rank. Other errors keep their traceback.
     """
+    story.stopped = story.code = 0  # of an earlier run in a notebook
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it is closed
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's, for %run, lacks it
         sys.stdout.reconfigure(errors="backslashreplace")  # of characters that its encoding lacks
@@ -145,6 +146,8 @@ def report_errors() -> Iterator[None]:
 
             explain(error)  # returns if it has no explanation
             raise
+        if story.code:
+            sys.exit(story.code)
     except KeyboardInterrupt:  # from _raise, at any time
         caught = signal.Signals(story.stopped or signal.SIGINT)
         if caught == signal.SIGTERM and not _received:  # torchrun sends it when a rank has ended

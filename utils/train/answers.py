@@ -54,7 +54,7 @@ class Reference:
             return log_probs_of(self.model, batch)
 
     @torch.no_grad()
-    def score(self, loaders: dict[object, int], facts: dict) -> None:
+    def score(self, loaders: dict, facts: dict) -> None:
         """Compute the log-probabilities of all answers with the model as it is now. loaders: PairBatches ->
         the number of its steps.
 
@@ -144,7 +144,7 @@ def sums_of(batch, policy: Tensor, losses: Tensor, rewards: Tensor) -> Tensor:
     return torch.stack([values.sum() for values in sums])
 
 
-def means_of(sums: Tensor, of_pairs: bool, sft_weight: float) -> dict[str, Tensor]:
+def means_of(sums: Tensor, of_pairs: bool, sft_weight: float) -> dict:
     """The loss and other means, with TRL's names, from the results of sums_of added over batches and ranks.
     Log-probabilities are per answer, not per token.
     """

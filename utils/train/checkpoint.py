@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.serialization import config as serialization
 
 from ..run.distributed import World, broadcast
@@ -128,7 +128,7 @@ class CheckpointSaver(AbstractContextManager):
         self.seconds = self.writer.seconds
 
 
-def checkpoint_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+def checkpoint_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict:
     """The trained parameters and their optimizer state, under flat names, in their current sharding. A tied
     weight is included once.
     """

@@ -136,7 +136,7 @@ class RunLog(AbstractContextManager):
         a line on stdout.
 
         None is left out; NaN and infinity become null, since JSON has neither. A second call for the same
-        step, with an eval_loss, adds another object and always a line.
+        step, without a loss, adds another object and always a line.
         """
         if not self.run:
             return
@@ -150,10 +150,7 @@ class RunLog(AbstractContextManager):
         shown = [form.format(numbers[name]) for name, form in LINE.items() if name in numbers]
         try:
             self.bar.update(step - self.bar.n)
-            if (
-                self.due(step, self.options.log_every)
-                or {"eval_loss", "eval_reward"} & numbers.keys()
-            ):
+            if shown and (self.due(step, self.options.log_every) or "loss" not in numbers):
                 # above the bar, if any
                 tqdm.write("  ".join([f"step {step}/{self.total_steps}", *shown]))
                 sys.stdout.flush()

@@ -11,6 +11,7 @@ import json
 import pickle
 import secrets
 import shlex
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,16 +19,19 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..run.distributed import ALONE, World, broadcast, gather, together
-from ..run.errors import ConfigError, check, differences, print0
+from ..run.errors import ConfigError, check, differences, others_code, print0, story
 from ..run.folder import Resumed
 from .checkpoint import Optimizer, checkpoint_tensors, complete_checkpoints, reason_of
 
 REMOVED = "(fix: start again, if its run goes on and has removed it; else another checkpoint)"
+# settings that may differ from those of a finished run: they change no result
+NO_MATTER = """output_dir resume log_every timeout save_every keep async_save tensorboard wandb profile
+    force""".split()
 SAFE_NAMES = {
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",  # as Python 3.13 calls it
@@ -46,7 +50,8 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
     `resume` is none; if `out` holds a finished run with other settings, naming the fields; or if `out` has
     newer checkpoints than the one to continue from. Changed settings of an unfinished run are only printed.
     """
-    with together(world):
+    fix = "remove it, if it was copied only in part: the checkpoints are enough"
+    with together(world), others_code(f"{out}: its plan.json or newest config", fix):
         check(resume != "none", f"--resume none, but {out} holds a run (fix: another --output_dir)")
         newest = max(out.glob("config*.yaml"), default=None)
         saved = yaml.safe_load(newest.read_text()) if newest else {}
@@ -60,11 +65,16 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
         if finished:
             saved = asdict(cfg) | saved  # it may lack newer settings
             current = dict.fromkeys(saved) | asdict(cfg)  # another recipe has other settings
-            changed = differences(saved, current, ignored="output_dir resume log_every".split())
+            changed = differences(saved, current, ignored=NO_MATTER)
             check(
                 not changed,
                 f"{out} holds a finished run with other settings: {changed}"
                 f" (fix: another --output_dir; with --resume {out} it goes on from the last checkpoint)",
+            )
+            check(
+                not cfg.save_model or [*out.glob("model"), *out.glob("adapter")],
+                f"{out} is finished, but its model is gone (fix: recipes/export.py --checkpoint {out}"
+                f" --output_dir {out / 'model'})",
             )
     if finished:
         print0(f"{out} is finished: already at step {finished}, nothing to do")
@@ -88,7 +98,7 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
 class Continued(Resumed):
     """A checkpoint of an earlier start."""
 
-    def check_facts(self, facts: dict[str, object], steps: int, allow_new_data: bool) -> None:
+    def check_facts(self, facts: dict, steps: int, allow_new_data: bool) -> None:
         """Raise ConfigError if the checkpoint is from another run, naming what differs, old -> new, or has
         more than `steps` steps. facts: values by name that must be the same; with allow_new_data not the data
         and the weights of its sources. Facts that the checkpoint lacks, because an older version wrote it,
@@ -104,7 +114,8 @@ class Continued(Resumed):
         check(
             not changed,
             f"the checkpoint is of another run: {changed}"
-            " (fix: the same flags; new data: --allow_new_data; or another --output_dir and no --resume)",
+            " (fix: the same flags, see the line `changed`; new data: --allow_new_data; or another"
+            " --output_dir and no --resume)",
         )
 
     def load(self, model: nn.Module, optimizer: Optimizer, scaler, world: World) -> int:
@@ -117,8 +128,9 @@ class Continued(Resumed):
 
 def print_resume_command(stop: str, checkpoint: Path, cfg: object, world: World) -> None:
     """Print which signal stopped the run, and the command that continues it. How several machines find each
-    other only torchrun knows, so these flags are left to the user.
+    other only torchrun knows, so these flags are left to the user. The exit code will be 128 + the signal.
     """
+    story.code = 128 + signal.Signals[stop]
     out = checkpoint.parent.parent
     words = ["torchrun", f"--nproc_per_node={world.local_size}"] if world.size > 1 else ["python"]
     words += sys.argv
@@ -229,7 +241,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
     read_tensors(path, tensors, world)
 
 
-def check_tensors(path: Path, tensors: dict[str, Tensor], fix: str, dtypes=True) -> None:
+def check_tensors(path: Path, tensors: dict, fix: str, dtypes=True) -> None:
     """Raise ConfigError if a checkpoint has other names, shapes or, with `dtypes`, other dtypes. tensors:
     from checkpoint_tensors. If they have no optimizer state, that of the checkpoint is not compared.
     """
@@ -248,7 +260,7 @@ def check_tensors(path: Path, tensors: dict[str, Tensor], fix: str, dtypes=True)
     check(not changed, f"{path} is of another model, then -> now: {changed} (fix: {fix})")
 
 
-def read_tensors(path: Path, tensors: dict[str, Tensor], world: World = ALONE) -> None:
+def read_tensors(path: Path, tensors: dict, world: World = ALONE) -> None:
     """Read a checkpoint into `tensors`, in place and in any sharding. Every rank calls it."""
     try:
         dcp.load(tensors, storage_reader=Reader(path), process_group=world.group)

@@ -82,7 +82,7 @@ def generate(
     sampling: Sampling,
     world: World,
     lockstep=False,
-) -> dict[int, Completion]:
+) -> dict:
     """Sample this rank's share of the completions: {index of the prompt: Completion}.
 
     prompts: ids, the same list on every rank. keys: one per prompt, which determines its random numbers, such
@@ -263,7 +263,7 @@ def token_sums(batch, old: Tensor, losses: Tensor, clipped: Tensor, kl: Tensor) 
     return torch.stack([(value * mask).sum() for value in values])
 
 
-def token_means(sums: Tensor) -> dict[str, Tensor]:
+def token_means(sums: Tensor) -> dict:
     """Means over the trained tokens, by name, from the results of token_sums added over batches and ranks;
     NaN if no token is trained.
     """
@@ -363,7 +363,7 @@ class Asker(NamedTuple):
                 bar.update(sum(map(len, several)))
         return [known[i] for i in range(len(groups))]
 
-    def answered(self) -> dict[int, dict]:
+    def answered(self) -> dict:
         """The rows of the file, by number. A last line that a kill left incomplete is removed from it."""
         lines = []
         if self.file and self.world.rank == 0 and self.file.exists():
