@@ -169,10 +169,13 @@ def in_chunks(model, chunk_tokens: int):
 
 def build_optimizer(model, lr: float, weight_decay: float, name: str = "adamw"):
     """The optimizer of recipes/finetune.py."""
+    from utils.model.sharding import norms_and_biases
+
     trained = [p for p in model.parameters() if p.requires_grad]
+    undecayed = norms_and_biases(model)
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p not in undecayed], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p in undecayed], "weight_decay": 0.0},
     ]
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
