@@ -251,12 +251,17 @@ def fp32_units(world, folder, mode):
     return gathered, {name: p.grad.full_tensor() for name, p in trained}
 
 
-def test_routers_in_fp32_are_units_of_their_own_also_where_activations_are_recomputed(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_routers_in_fp32_are_units_of_their_own_also_where_activations_are_recomputed(
+    tmp_path, ranks
+):
     family_model("ernie4_5_moe").save_pretrained(tmp_path)
-    found = [run_ranks(fp32_units, 2, tmp_path, mode)[0] for mode in ("none", "full")]
-    (first_dtypes, first), (second_dtypes, second) = found
-    assert first_dtypes == second_dtypes == {torch.float32}
-    assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())
+    dtypes, gradients = run_ranks(fp32_units, ranks, tmp_path, "none")[0]
+    assert dtypes == {torch.float32}
+    for mode in ("selective", "full"):
+        dtypes, again = run_ranks(fp32_units, ranks, tmp_path, mode)[0]
+        assert dtypes == {torch.float32}
+        assert all(torch.equal(gradient, again[name]) for name, gradient in gradients.items())
 
 
 def test_answers_of_every_family_are_planned():
@@ -280,9 +285,6 @@ def test_what_is_no_causal_language_model_is_refused_by_name(model_type):
     assert "(fix: " in str(error.value)
 
 
-@pytest.mark.skipif(
-    transformers.__version__ < "5.24", reason="the tables have types of transformers 5.24"
-)
 @pytest.mark.parametrize(
     ("model_type", "ours_alone"),
     [
@@ -309,6 +311,9 @@ def test_weight_decay_leaves_out_what_transformers_trainer_leaves_out(model_type
     assert {name.rpartition(".")[2] for name in ours - theirs} == ours_alone
 
 
+@pytest.mark.skipif(
+    transformers.__version__ < "5.24", reason="the tables have types of transformers 5.24"
+)
 def test_the_tables_name_only_types_that_transformers_lists():
     tables = (REFUSED, NOT_IN_BF16, NEAR_IN_BF16, OVERWRITTEN, NEEDS, RENAMES_FULL)
     assert set().union(*tables) <= set(TYPES)

@@ -265,6 +265,13 @@ def test_routers_stay_in_16_bit_and_experts_where_that_is_asked(family):
         assert (text in said) == keeps
 
 
+def test_experts_that_are_not_there_are_not_kept_in_16_bit_in_silence():
+    model = build_model(tiny_config("llama"), torch.float32)
+    add_adapters(model, Lora(4, 8, "all-linear"))
+    with pytest.raises(ConfigError, match="--keep_experts_16bit: there are no experts"):
+        quantize_linears(model, Quant("4bit", keep_experts_16bit=True), torch.bfloat16)
+
+
 def test_experts_that_bitsandbytes_cannot_count_are_dequantized_one_by_one(monkeypatch):
     layer = NF4Linear(torch.empty(3, 48, 128), None, torch.bfloat16, "")
     layer.copy_rows(0, torch.randn(3, 48, 128), "")

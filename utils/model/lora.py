@@ -353,7 +353,11 @@ def inject(model: nn.Module, config: LoraConfig, where: str) -> None:
 
     Raises ConfigError with peft's error.
     """
-    fix = "all-linear" if where == TARGETS else "the --model that it was trained on"
+    fix = (
+        "all-linear, fewer --modules_to_save"
+        if where == TARGETS
+        else "the --model that it was trained on"
+    )
     with (
         others_code(f"{where}: peft", fix),
         model.get_output_embeddings().weight.device,  # for the new layers

@@ -233,6 +233,10 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> str:
         weights += 1
     others = "; ".join(f"{count} x {name}" for name, count in in_16bit.items())
     check(
+        "--keep" in others or not quant.keep_experts_16bit,
+        "--keep_experts_16bit: there are no experts (fix: leave it out)",
+    )
+    check(
         weights,
         f"--quantization {quant.quantization}: {type(model).__name__} has no linear layer that can be:"
         f" {others} (fix: --quantization none; or, for a --checkpoint, its run's OUT/model as --model)",

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 from transformers.core_model_loading import build_glob_alternation
 
 from ..run.errors import ConfigError, check
@@ -127,7 +131,7 @@ def cast_to(tensor: Tensor, dtype: torch.dtype | None) -> None:
         tensor.data = tensor.data.to(dtype)
 
 
-def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
+def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list:
     """The outermost modules whose parameters are all left in fp32 by from_pretrained(dtype=dtype): routers,
     the convolutions of some families. A module that has such a parameter beside others computes in `dtype`.
     """
@@ -232,7 +236,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=numel)
 
 
-def further_tables(model: nn.Module) -> list[nn.Module]:
+def further_tables(model: nn.Module) -> list:
     """Large embeddings beside that of the input. Each is freed after its lookup; in the root's unit it would
     stay gathered. In Gemma 3n and 4 one has a vector for each token and layer: 40 % of Gemma 4 E2B.
     """
@@ -240,7 +244,7 @@ def further_tables(model: nn.Module) -> list[nn.Module]:
     return [table] if isinstance(table, nn.Embedding) else []
 
 
-def tower_layers(model: nn.Module, share=0.01) -> list[nn.Module]:
+def tower_layers(model: nn.Module, share=0.01) -> list:
     """The layers of towers for pictures and sounds: of each ModuleList outside the language model that has
     more than this share of all parameters, or 100 million. A run on texts never gathers them.
     """
@@ -278,6 +282,11 @@ def recompute_activations(model: nn.Module, mode: str) -> None:
     options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+        # A recomputation must have no more operations than the forward, but units within a layer are then
+        # named, by record_function, at other times.
+        of_names = torch.ops.profiler
+        SAC_IGNORED_OPS.add(of_names._record_function_enter_new.default)
+        SAC_IGNORED_OPS.add(of_names._record_function_exit._RecordFunction)
     # transformers 5.23 has given it another name.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)(options)

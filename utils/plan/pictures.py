@@ -157,7 +157,7 @@ class PictureBytes(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def numbered(indices: list[Tensor | None]) -> list[Tensor | None]:
+def numbered(indices: list) -> list:
     """Indices in which a real boolean mask is replaced by the positions of its True elements. Otherwise their
     number would be unknown on meta.
     """

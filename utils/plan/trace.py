@@ -106,8 +106,8 @@ class LiveBytes(TorchDispatchMode):
         self.log.insert(at, -self.sizes.pop(key))
 
 
-def segments_of(log: list[int | str], scaled=int) -> dict:
-    """The segments of a log by name. scaled: turns bytes of the log into those to count."""
+def segments_of(log: list, scaled=int) -> dict:
+    """The segments of a log (bytes, and names) by name. scaled: turns its bytes into those to count."""
     segments = {}
     live = peak = 0
     for entry in log:
@@ -125,7 +125,7 @@ def tensors_in(values: object) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def trace_of_log(kinds: list[int], log: list[int | str], input_bytes: int, scaled=int) -> Trace:
+def trace_of_log(kinds: list[int], log: list, input_bytes: int, scaled=int) -> Trace:
     """The Trace of a log. scaled: see segments_of."""
     segments = segments_of(log, scaled)
     backward = [*segments["back"], *segments["end"]]

@@ -119,7 +119,7 @@ def init_distributed(use_gpu=True) -> World:
     return world
 
 
-def check_architecture(capability: tuple[int, int], built_for: list[str]) -> None:
+def check_architecture(capability: tuple, built_for: list[str]) -> None:
     """Raise ConfigError if this torch has no kernels for a GPU. built_for: "sm_80", "compute_90", ...
 
     sm_XY runs on GPUs with major version X and minor version Y or higher; compute_XY also on later majors.

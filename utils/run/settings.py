@@ -106,7 +106,7 @@ def kinds_of(cls: type) -> dict:
     }
 
 
-def read_value(kind: type, bare: str | None, where: str, text: str) -> str | int | float | bool:
+def read_value(kind: type, bare: str | None, where: str, text: str):
     """`text` as a value of type `kind`, or ConfigError. where: the flag, or the line and key of a file."""
     word = text.lower()
     if kind is bool:
