@@ -5,8 +5,10 @@ python -m pytest tests/test_containers.py
 
 import csv
 import gzip
+import io
 import json
 import os
+import random
 from pathlib import Path
 
 import datasets
@@ -16,6 +18,7 @@ import pytest
 from generate import read_rows
 
 from utils.data.rows import find_sources
+from utils.data.tables import read_table
 from utils.run.errors import ConfigError
 
 ROWS = [{"instruction": f"Add {i}.", "output": 'a, "b"\nc'} for i in range(5)]
@@ -321,3 +324,28 @@ def test_configuration_and_split_of_a_data_set_of_the_hub_are_chosen(tmp_path, m
     said = refusal("owner/name-2.5")
     assert "main" in said
     assert "OWNER/NAME/CONFIG" in said
+
+
+class Counted(io.FileIO):
+    """A file that counts the bytes that are read."""
+
+    read_bytes = 0
+
+    def read(self, size=-1):
+        content = super().read(size)
+        self.read_bytes += len(content)
+        return content
+
+
+def test_of_a_parquet_file_with_one_group_of_rows_only_what_is_used_is_read(tmp_path):
+    """pandas writes a million rows as one group: every rank held the file, for --max_rows 10 too."""
+    noise = random.Random(0)
+    table = {
+        "text": [str(i) for i in range(8000)],
+        "more": [noise.randbytes(2000) for _ in range(8000)],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    with Counted(tmp_path / "a.parquet") as file:
+        rows = read_table(file, ".parquet", tmp_path / "a.parquet")
+        assert next(rows)[1]["text"] == "0"
+        assert file.read_bytes < file.seek(0, os.SEEK_END) / 2

@@ -32,7 +32,7 @@ class Batch:
     longest: int = 0  # tokens of the longest document in begins
     places: Tensor | None = None  # (n,) int64: positions in (B * T,) that predict a trained token
     # further inputs of the model, by the model's argument names: see PictureBatches
-    extra: dict[str, Tensor] = field(default_factory=dict)
+    extra: dict = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import signal
 import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ import tokenizers
 import transformers
 
 from ..run.cached import cache_folder
-from ..run.errors import ConfigError, check, print0
+from ..run.errors import ConfigError, check, print0, rank
 from ..run.files import publish, remove_siblings
 from ..run.memory import cores
 from ..run.signals import die_with_parent
@@ -47,6 +48,8 @@ def cached_tokens(sources: list[Source], encode: partial, write: Callable, read:
         # The kernel releases the lock when this process ends, even if it is killed.
         with open(folder.with_suffix(".lock"), "ab") as lock:
             waited = False
+            if rank() and not folder.exists():
+                time.sleep(1)  # rank 0 shows how far it is
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -30,6 +30,7 @@ from .rows import Source, find_sources
 # Data of up to so many bytes is tokenized again at each start. The tokens of larger data are cached on
 # disk: see cache.py.
 SMALL = 2**24
+SAID = 2**20  # rows after which a line is printed
 MORE_ROWS = 100_000  # rows that are read after the first bad row, to find others
 ARRAYS = {  # the arrays of tokenized rows: one file each, row after row
     "ids": torch.uint16,  # or int32, which read_tokens recognizes by the file's double size
@@ -288,26 +289,35 @@ def write_tokens(
             file.write(content)
 
     total = Part()
-    origins = []
+    origins = [{"name": s.name, "weight": s.weight, "forms": Counter()} for s in sources]
+    drawn = []  # the origin of each chunk that is being encoded
+
+    def chunks_of_all():
+        for source, origin in zip(sources, origins, strict=True):
+            for chunk in chunks(islice(source.read(), rows.max_rows or None)):
+                drawn.append(origin)
+                yield chunk
+
     spare_rows = MORE_ROWS
-    for source in sources:
-        first = len(total.lengths)
-        forms = Counter()
-        for part in encode_chunks(chunks(islice(source.read(), rows.max_rows or None))):
-            total.join(part)
-            forms.update(part.forms)
-            for name in ARRAYS:
-                add(name, getattr(part, name))
-            for name in TEXTS:
-                texts = [text.encode("utf-8", "surrogateescape") for text in getattr(part, name)]
-                add(name, b"".join(texts))
-                add(f"{name}_sizes", array("q", map(len, texts)))
-            bar.update(part.rows)
-            if total.bad and rows.bad_rows == "error":
-                if spare_rows < 0:
-                    total.close(rows)  # raises
-                spare_rows -= part.rows
-        origins.append((source.name, source.weight, forms, first, len(total.lengths)))
+    for part in encode_chunks(chunks_of_all()):
+        origin = drawn.pop(0)
+        origin.setdefault("first", len(total.lengths))
+        origin["forms"].update(part.forms)
+        total.join(part)
+        origin["last"] = len(total.lengths)
+        for name in ARRAYS:
+            add(name, getattr(part, name))
+        for name in TEXTS:
+            texts = [text.encode("utf-8", "surrogateescape") for text in getattr(part, name)]
+            add(name, b"".join(texts))
+            add(f"{name}_sizes", array("q", map(len, texts)))
+        bar.update(part.rows)
+        if total.rows % SAID < part.rows:
+            print0(f"tokens    of {total.rows:,} rows are made")
+        if total.bad and rows.bad_rows == "error":
+            if spare_rows < 0:
+                total.close(rows)  # raises
+            spare_rows -= part.rows
     total.close(rows)
     facts = {name: getattr(total, name) for name in "dropped notes firsts problem bad".split()}
     facts |= {"unit": rows.task, "origins": origins}
@@ -330,7 +340,7 @@ def read_tokens(folder: Path | str) -> Examples:
     if len(fields["ids"]) > fields["bounds"][-1]:
         fields["ids"] = fields["ids"].view(torch.int32)
     fields |= json.loads(Path(folder, FACTS).read_text())
-    fields["origins"] = [Origin(*origin) for origin in fields["origins"]]
+    fields["origins"] = [Origin(**origin) for origin in fields["origins"]]
     examples = Examples(**fields)
     if examples.unit != "documents" and any(origin.weight for origin in examples.origins):
         from .held_out import mixed_rows

@@ -10,7 +10,7 @@ import bisect
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -66,8 +66,9 @@ class PackedBatches(GlobalBatches):
         count, length = batch.ids.shape
         positions = torch.arange(length).repeat(count, 1)  # (B, T)
         for row, examples in zip(positions, packs, strict=True):
-            for end in accumulate(len(example.ids) for example in examples):
-                row[end:] = torch.arange(length - end)
+            ends = accumulate(len(example.ids) for example in examples)
+            for begin, end in pairwise([*ends, length]):
+                row[begin:end] = torch.arange(end - begin)
         if not self.flat:
             return replace(batch, where=where, positions=positions)
         padded = (batch.ids, batch.labels, batch.mask, positions)

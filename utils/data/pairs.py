@@ -1,7 +1,7 @@
 """Pairs and labelled answers -> global batches for a preference loss. See preferences.py for the rows."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -23,7 +23,17 @@ class PairBatch(Batch):
 
     pairs: int = 0  # P
     desirable: Tensor | None = None  # (S,) bool: true for chosen or desirable answers
-    keys: tuple[int, ...] = ()  # (S,): a hash of each sequence; see key_of
+    keys: tuple = ()  # (S,): a hash of each sequence; see key_of
+
+
+@dataclass
+class Twice:
+    """Names, each twice."""
+
+    names: Sequence[str]
+
+    def __getitem__(self, i: int) -> str:
+        return self.names[i // 2]
 
 
 def sequences(examples: Examples) -> Examples:
@@ -32,7 +42,7 @@ def sequences(examples: Examples) -> Examples:
     """
     middles = examples.bounds[:-1] + examples.row_sizes
     bounds = torch.cat([examples.bounds, middles]).sort().values
-    where = [examples.where[i // 2] for i in range(len(bounds) - 1)]
+    where = Twice(examples.where)
     rows = (2 * examples.numbers[:, None] + torch.arange(2)).flatten()
     return replace(examples, bounds=bounds, rows=rows, where=where)
 

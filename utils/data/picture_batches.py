@@ -195,12 +195,12 @@ def picture_inputs(processor, prompts: list[Prompt], ids: Tensor, rows: Rows) ->
 
 
 @lru_cache(maxsize=4)
-def blank_inputs(processor) -> dict[str, Tensor]:
+def blank_inputs(processor) -> dict:
     """The processor's output for a blank picture."""
     return process(processor, [[BLANK]])
 
 
-def inputs_of(processor, ids: Tensor, pictures: list[list]) -> dict[str, Tensor]:
+def inputs_of(processor, ids: Tensor, pictures: list[list]) -> dict:
     """The model's further inputs for a batch with ids (B, T). pictures: those of each row."""
     blank = blank_inputs(processor)
     pictured = list(filter(None, pictures))

@@ -21,7 +21,6 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import pairwise
@@ -140,7 +139,7 @@ def process(processor, rows: list) -> dict:
 
 
 @lru_cache(maxsize=2**14)
-def picture_texts(processor, sizes: tuple[Size, ...]) -> tuple:
+def picture_texts(processor, sizes: tuple) -> tuple:
     """(texts, patches) for the pictures of a row. texts: what replaces the placeholder of each picture, as
     text. patches: their cost in the vision tower, in patches of 14 x 14 pixels. Both depend only on the sizes
     of the pictures.
@@ -252,7 +251,7 @@ def with_texts(chat: Chat, place: str, texts: list[str]) -> tuple:
     return chat._replace(text=filled_up_to(len(chat.text)), spans=spans), end
 
 
-def compare_once(processor, tokenizer, text: str, filled: str, sizes: tuple[Size, ...]) -> None:
+def compare_once(processor, tokenizer, text: str, filled: str, sizes: tuple) -> None:
     """Check once per process that our ids are those of the processor. filled: `text` with its placeholders
     replaced; the processor gets `text` and blank pictures of these sizes. ValueError if the ids differ.
     """
@@ -413,7 +412,7 @@ def file_of(source: str, folder: str) -> Path | io.BytesIO:
 
 
 @contextmanager
-def open_picture(source: str, folder: str) -> Iterator[Image.Image]:
+def open_picture(source: str, folder: str):
     """Open a picture; only its header is read. ValueError, also from the block within, if file_of refuses it,
     or if it exceeds Pillow's size limit, is broken, or is no picture.
     """

@@ -209,7 +209,7 @@ def reward_means(records: list[dict], prefix="") -> dict:
     return means
 
 
-def values_of(reward: Reward, lists: dict[str, list], where: list[str]) -> list[float | None]:
+def values_of(reward: Reward, lists: dict, where: list[str]) -> list:
     """The values of one reward for n completions. lists: its arguments, of n values each. ConfigError as from
     score.
     """
@@ -233,7 +233,7 @@ def values_of(reward: Reward, lists: dict[str, list], where: list[str]) -> list[
     return values
 
 
-def completion_text(completion: str | list[dict]) -> str:
+def completion_text(completion: str | list) -> str:
     """The text of a completion, as `score` passes it to rewards."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
@@ -247,7 +247,7 @@ def without_thoughts(answer: object) -> str:
     return str(answer).rpartition("</think>")[2]
 
 
-def compared(is_right: Callable, completions: list, answer: list, **columns) -> list[float | None]:
+def compared(is_right: Callable, completions: list, answer: list, **columns) -> list:
     """1 if is_right(completion, answer without thoughts), both as texts, else 0; None if the row has no
     answer.
     """

@@ -19,7 +19,9 @@ def read_table(file: BinaryIO, kind: str, path: Path) -> Iterator:
     if kind == ".parquet":
         import pyarrow.parquet
 
-        rows = rows_of(pyarrow.parquet.ParquetFile(file).iter_batches(1024))
+        # Otherwise it reads a whole group of rows, in most files all rows.
+        parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
+        rows = rows_of(parquet.iter_batches(64))
     elif kind == ".json":
         rows = rows_of_json(file.read())
     else:

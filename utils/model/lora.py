@@ -14,7 +14,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -222,7 +222,7 @@ def _magnitude(base):
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def adapters_off(model: nn.Module):
     """Within it the model computes what its base does, also in modules_to_save, without dropout: for a
     reference pass in no_grad. An adapter that the run continues (--adapter) is switched off too.
 

@@ -7,7 +7,7 @@ the projector) run on meta tensors, one by one.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,7 +198,7 @@ class PictureTrace:
         self.large = [self.embedding, *projector, *layers]
 
     @contextmanager
-    def on_zeros(self) -> Iterator[None]:
+    def on_zeros(self):
         """Within it small modules run on real zeros, large ones through `run`, and the language
         model raises Reached.
         """

@@ -8,7 +8,7 @@ tensor is freed, as in torch's own tracker (torch/distributed/_tools/mem_tracker
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -155,7 +155,7 @@ def record_step(
     offload=False,
     pictures=None,
     gpu=False,
-) -> Callable[..., Trace]:
+) -> Callable:
     """Run a step on meta tensors. Returns a function that makes its Trace, with the argument `scaled`
     of trace_of_log.
 
@@ -223,7 +223,7 @@ def record_step(
 
 
 @contextmanager
-def on_meta(gpu=False) -> Iterator[None]:
+def on_meta(gpu=False):
     """Within it new tensors are on meta, attention is that of a CPU or a GPU, transformers asks for no
     values, and no kernel of Triton is launched.
     """
@@ -344,7 +344,7 @@ def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
 def parameters_in(
     dtype: torch.dtype,
     model: nn.Module,
-    idle_modules: Iterable[nn.Module] = (),
+    idle_modules: Iterable = (),
     part: nn.Module | None = None,
 ) -> AbstractContextManager:
     """Within it new parameters and buffers stand in for those of `part`, or of the whole model, in the dtype

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -185,7 +184,7 @@ def _set_timeouts(seconds: float) -> None:
 
 
 @contextmanager
-def patience() -> Iterator[None]:
+def patience():
     """Within it this rank waits for the others for days, after it as long as before."""
     before = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     _set_timeouts(PATIENT_SECONDS)
@@ -225,7 +224,7 @@ def sum_on_device(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 @contextmanager
-def together(world: World, patient=False) -> Iterator[None]:
+def together(world: World, patient=False):
     """Run a block in which any rank may raise ConfigError. If one does, all ranks raise a ConfigError that
     names the ranks concerned.
 

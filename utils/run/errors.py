@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -57,14 +57,14 @@ class ConfigError(Exception):
     that the message quotes. agreed: all ranks raise the same error together, so only rank 0 prints it.
     """
 
-    def __init__(self, message: str | list[str], agreed=False):
+    def __init__(self, message: str | list, agreed=False):
         messages = message if isinstance(message, list) else [message]
         self.lines = [escaped(line) for line in messages]
         super().__init__("\n".join(self.lines))
         self.agreed = agreed
 
 
-def check(condition: object, message: str | list[str]) -> None:
+def check(condition: object, message: str | list) -> None:
     """Raise ConfigError(message) unless the condition holds."""
     if not condition:
         raise ConfigError(message)
@@ -83,7 +83,7 @@ def act(name: str) -> None:
 
 
 @contextmanager
-def others_code(what: object, fix="") -> Iterator[None]:
+def others_code(what: object, fix=""):
     """Turn any exception of third-party code in the block into one ConfigError, `what: reason (fix: ...)`.
 
     It is for code that reads a config or a tokenizer, or builds a model: with unusual values that code may

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path):
     """Turn an error of the file system while `path` is written into one ConfigError with a remedy."""
     try:
         yield

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -127,7 +126,7 @@ def _raise(number, _):
 
 
 @contextmanager
-def report_errors() -> Iterator[None]:
+def report_errors():
     """Turn an exception that leaves a recipe into one line and an exit code: 2 for bad input, 128 + N for
     signal N (also after its checkpoint, so that no later command takes the run for a finished one), 1 for a
     full disk, too little memory or a missing rank. Other errors keep their traceback.

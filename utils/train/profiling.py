@@ -69,7 +69,7 @@ class Tracker:
             self.service = None
             print0(f"warning: the run goes on without {self.name}: {reason_of_others(error)}")
 
-    def log(self, numbers: dict[str, float], step: int) -> None:
+    def log(self, numbers: dict, step: int) -> None:
         if self.service:
             self.attempt(self.service[0], numbers, step)
 
@@ -78,8 +78,8 @@ class Tracker:
             self.attempt(self.service[1])
 
 
-def start_tensorboard(folder: Path, done: int) -> tuple[Callable, Callable]:
-    """A log in folder/tensorboard. Steps after `done`, logged by an earlier start, are purged."""
+def start_tensorboard(folder: Path, done: int) -> tuple:
+    """(log, close) of folder/tensorboard. Steps after `done`, logged by an earlier start, are purged."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(folder / "tensorboard", purge_step=done + 1)
@@ -91,9 +91,9 @@ def start_tensorboard(folder: Path, done: int) -> tuple[Callable, Callable]:
     return log, writer.close
 
 
-def start_wandb(folder: Path, done: int) -> tuple[Callable, Callable]:
-    """A Weights & Biases run with the name of the folder. It ends with the process: without a network that
-    may take hours, and the other ranks would not wait for rank 0 to save the result.
+def start_wandb(folder: Path, done: int) -> tuple:
+    """(log, close) of a Weights & Biases run with the name of the folder. It ends with the process: without a
+    network that may take hours, and the other ranks would not wait for rank 0 to save the result.
     """
     import wandb
 

@@ -11,7 +11,7 @@ B completions in a batch, T tokens, V vocabulary.
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ class Completion(NamedTuple):
 
 
 @contextmanager
-def gathered(found: list[Unit], reshard_after_forward: bool) -> Iterator[None]:
+def gathered(found: list[Unit], reshard_after_forward: bool):
     """All-gather every unit of a model that fully_shard has sharded, and keep them gathered within the block.
     A forward then has no collectives, so ranks may run different numbers of forwards. Memory: the whole
     model in the compute dtype.
@@ -357,9 +357,10 @@ class Asker(NamedTuple):
                         for i, answer in zip(numbers, found, strict=True)
                     }
                 for of_rank in gather(self.world, rows):
+                    new = {i: row for i, row in of_rank.items() if i not in known}
                     if self.file and rank == 0:
-                        append_rows(self.file, [of_rank[i] for i in of_rank if i not in known])
-                    known = of_rank | known
+                        append_rows(self.file, [*new.values()])
+                    known |= new
                 bar.update(sum(map(len, several)))
         return [known[i] for i in range(len(groups))]
 

@@ -177,7 +177,7 @@ def ask(*request, model: nn.Module, weights: list[Weight], roles: Roles) -> list
 
 
 @contextmanager
-def generators_end(roles: Roles) -> Iterator[None]:
+def generators_end(roles: Roles):
     """Let the generators end when the block ends, also after an error that all learners agreed on. If a
     learner dies or fails alone, torchrun ends the whole job.
     """
