@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import nullcontext, suppress
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -30,9 +31,10 @@ from utils.data.examples import Rows, load_examples
 from utils.data.pairs import PairBatches
 from utils.data.tokens import load_tokenizer
 from utils.run.distributed import ALONE, stop_distributed
-from utils.run.errors import ConfigError
+from utils.run.errors import ConfigError, check
 from utils.run.settings import save_config
 from utils.run.units import IGNORE
+from utils.train import answers
 
 slow = pytest.mark.slow
 STEPS = 4
@@ -253,6 +255,40 @@ def test_a_reference_is_that_of_the_pairs_of_a_run_and_stays_when_another_run_ad
     more = json.loads(file.read_text())
     assert len(known) < len(more)
     assert {key: more[key] for key in known} == known
+
+
+def train_counting(world, flags, cache, fails_at: int):
+    """The number of calls of log_probs_of, of which number `fails_at` fails; the run then ends."""
+    kept, real = answers.KEPT, answers.log_probs_of
+    calls = []
+
+    def counted(model, batch):
+        calls.append(batch)
+        check(len(calls) != fails_at, "cut")
+        return real(model, batch)
+
+    answers.KEPT, answers.log_probs_of = 1, counted
+    try:
+        with suppress(ConfigError) if fails_at else nullcontext():
+            train(world, flags, cache)
+    finally:
+        answers.KEPT, answers.log_probs_of = kept, real
+    return len(calls)
+
+
+def test_a_run_that_is_cut_in_its_reference_computes_only_what_is_left_of_it(files, tmp_path):
+    """All answers of 300,000 pairs were computed again, and in silence."""
+    flags = RUN | files | {"loss": "dpo", "batch_size": 1}
+    counts = {}
+    for name, fails_at in {"cut": 3, "rest": 0, "again": 0}.items():
+        flags["output_dir"] = str(tmp_path / name)
+        counts[name] = run_ranks(train_counting, 2, flags, tmp_path / "cache", fails_at)[0]
+    others = counts["again"] - 1  # those of mean_of_wanted; the first batch is computed as a check
+    assert counts["cut"] == 3
+    assert counts["rest"] - others == 8 - 2 + 1  # 15 pairs in 3 steps are 8 batches of each rank
+    whole = trained(2, tmp_path / "whole" / "out", files, loss="dpo", batch_size=1)
+    found = load_file(tmp_path / "rest" / "model" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole[1].items())
 
 
 def test_a_reference_of_other_weights_is_refused(files, alone, tmp_path):

@@ -19,6 +19,7 @@ from ..run.distributed import World, all_reduce_sum, broadcast, gather, sum_on_d
 from ..run.errors import check, print0
 from ..run.files import replace_file
 
+KEPT = 256  # batches after which the values so far are kept
 AGREE = 0.05  # tolerance, in nats per answer or relative: rounding depends on the shape of a batch
 
 
@@ -60,8 +61,8 @@ class Reference:
 
         The values are cached in a file, by a hash of each sequence, so a resume or another run with the same
         start reads them. The file is named by a hash of `facts`, the other inputs that determine the values,
-        as JSON. If the file has all answers, only the first batch is computed again, as a check; otherwise
-        all are computed. ConfigError if the values of the file differ.
+        as JSON, and is written after every KEPT batches. Only batches with an answer that the file lacks, and
+        as a check the first one, are computed. ConfigError if the values of the file differ.
         """
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         file = cache_folder("reference") / f"{digest.hexdigest()[:32]}.json"
@@ -80,34 +81,45 @@ class Reference:
         if missing:
             print0(f"reference of {missing:,.0f} answers is computed, once", ready=True)
         found = {}
+        computed = 0  # batches
+
+        def keep():
+            with together(self.world):
+                for key in found.keys() & known:
+                    value = found[key]
+                    check(
+                        abs(known[key] - value) <= AGREE * max(1, abs(value)),
+                        f"{file}: an answer has {known[key]:.3f} nats there, {value:.3f} here"
+                        " (fix: remove the file)",
+                    )
+            for of_rank in gather(self.world, found):
+                for key, value in of_rank.items():
+                    known.setdefault(key, value)  # what a run has read from the file stays
+            found.clear()
+            outcome = f"{'kept in' if missing else 'read from'} {file}"
+            if self.world.rank == 0 and missing:
+                try:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    replace_file(file, json.dumps(known))
+                except OSError as error:  # a resume computes them again
+                    outcome = f"not kept in {file}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, with room)"
+            print0(f"reference {len(known):,} answers {outcome}")
+
         self.model.eval()
         for batch in batches():
+            unknown = sum(key not in known for key in batch.keys)
+            if computed and not all_reduce_sum(unknown, self.world):
+                continue
             values = log_probs_of(self.model, batch.to(self.world.device))
             found |= zip(batch.keys, values.tolist(), strict=True)
+            computed += 1
+            if computed % KEPT == 0:
+                keep()
             if not missing:
                 break
         reshard(self.model)
-        with together(self.world):
-            for key in found.keys() & known:
-                value = found[key]
-                check(
-                    abs(known[key] - value) <= AGREE * max(1, abs(value)),
-                    f"{file}: an answer has {known[key]:.3f} nats there, {value:.3f} here"
-                    " (fix: remove the file)",
-                )
-        for of_rank in gather(self.world, found):
-            known = of_rank | known  # what a run has read from the file stays
+        keep()
         self.known = known
-        outcome = f"{'kept in' if missing else 'read from'} {file}"
-        if self.world.rank == 0 and missing:
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(file, json.dumps(known))
-            except OSError as error:  # a resume computes them again
-                outcome = (
-                    f"not kept in {file}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, with room)"
-                )
-        print0(f"reference {len(known):,} answers {outcome}")
 
 
 @torch.no_grad()

@@ -138,7 +138,7 @@ def draw_all(
     return [drawn[i] for i in range(len(prompts))]
 
 
-def _draw_batch(model, prompts, keys, sampling, world, lockstep) -> list[Completion]:
+def _draw_batch(model, prompts, keys, sampling, world, lockstep):
     """Sample the completions of one batch; see generate. Prompts are padded on the left. A completion that
     has ended leaves the batch.
     """
