@@ -327,7 +327,9 @@ def test_two_runs_at_once_make_it_once(files, tmp_path):
 
 def test_parts_are_cut_by_rows_and_by_bytes():
     assert [len(part) for part in chunks([("f:1", b"x")] * 150)] == [64, 64, 22]
-    assert [len(part) for part in chunks([("f:1", b"x" * 2**19)] * 7)] == [3, 3, 1]
+    of_table = {"images": [{"bytes": b"x" * 2**19, "path": None}]}  # 64 of them were one part
+    for row in (b"x" * 2**19, of_table):
+        assert [len(part) for part in chunks([("f:1", row)] * 7)] == [2, 2, 2, 1]
 
 
 def late(world) -> bool:

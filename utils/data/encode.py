@@ -3,6 +3,7 @@ processes of cache.py start in a second and use little memory.
 """
 
 import hashlib
+import pickle
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -210,12 +211,12 @@ def add_conversation(
 
 
 def chunks(raw_rows: Iterable) -> Iterator[list]:
-    """Lists of at most ROWS rows and about BYTES bytes of lines. The last list may be empty."""
+    """Lists of at most ROWS rows and about BYTES bytes. The last list may be empty."""
     rows = []
     size_bytes = 0
     for where, value in raw_rows:
         rows.append((where, value))
-        size_bytes += len(value) if isinstance(value, bytes) else 0
+        size_bytes += len(pickle.dumps(value))  # as it goes to the process that tokenizes it
         if len(rows) == ROWS or size_bytes > BYTES:
             yield rows
             rows = []
