@@ -551,7 +551,7 @@ def unfinished_file(cfg: Config, prompts: list[Prompt]) -> Path | None:
 
 
 def locked(file: Path) -> TextIO:
-    """The file, which no other process that calls this opens while it is open. ConfigError if one has."""
+    """Open a file for appending, and lock it until it is closed. ConfigError if another process has."""
     lock = open(file, "a")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -54,13 +54,15 @@ def split_by_hash(examples, share: float) -> tuple:
     so do the sequences of one row, for which the last one decides.
     """
     rows = examples.numbers
-    names = []
-    for row in rows.tolist():
-        name = examples.where[row]
-        # A text file is one row, but its pieces have no text in common.
-        names.append(name if name[-1].isdigit() else row)
-    key_of = dict(zip(names, examples.keys[rows].tolist(), strict=True))
-    keys = torch.tensor([key_of[name] for name in names])
+    keys = examples.keys[rows]
+    if examples.unit != "documents":  # these are one sequence each, and may be many millions
+        names = []
+        for row in rows.tolist():
+            name = examples.where[row]
+            # A text file is one row, but its pieces have no text in common.
+            names.append(name if name[-1].isdigit() else row)
+        key_of = dict(zip(names, keys.tolist(), strict=True))
+        keys = torch.tensor([key_of[name] for name in names])
     is_held_out = keys.double() / 2.0**64 + 0.5 < share  # keys: hashes, uniform in [-2**63, 2**63)
     check(
         0 < is_held_out.sum() < len(rows),

@@ -188,7 +188,7 @@ def begin_of_answers(row: dict, conversations: list[Messages]) -> int:
     return start
 
 
-def add_cuts(part, cuts: list, labels: dict[str, bool], where: str, task: str) -> None:
+def add_cuts(part, cuts: list, labels: dict, where: str, task: str) -> None:
     """Add the sequences of a row as one pair, or each with its label. cuts: one Part per sequence, which is
     already cut to seq_len.
     """

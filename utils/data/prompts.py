@@ -89,7 +89,7 @@ def prompt_ids(tokenizer, prompt: Prompt) -> list[int]:
     return encode(tokenizer, prompt_of(tokenizer, prompt.messages, prompt.tools)).ids
 
 
-def is_plain(content: str | list[dict], tokenizer, rows) -> bool:
+def is_plain(content: str | list, tokenizer, rows) -> bool:
     """Whether a prompt is plain text, used without a chat template. rows: an encode.Rows."""
     return isinstance(content, str) and (rows.format == "completion" or not tokenizer.template_name)
 

@@ -47,7 +47,7 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
     # (); if 1, the next step changes nothing, as in torch's fused AdamW
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: list[dict], lr: float, betas: tuple, paged: bool):
+    def __init__(self, groups: list, lr: float, betas: tuple, paged: bool):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8})
         # each parameter -> this rank's rows of it
         self.parts = {
