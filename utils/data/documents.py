@@ -76,7 +76,7 @@ def encode_plain(tokenizer, messages: Messages, notes: Counter) -> Sequence:
     return ids, mask
 
 
-def check_ids(ids: list, vocabulary_size: int):
+def check_ids(ids: list, vocabulary_size: int) -> list:
     """The ids unchanged. ValueError if one is not in the vocabulary."""
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocabulary_size:

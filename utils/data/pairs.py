@@ -54,7 +54,7 @@ class Pairs:
         super().__post_init__()
         self.sequences = sequences(self.examples)
 
-    def items(self, rows):
+    def items(self, rows: list) -> list:
         """The chosen and the rejected sequence of each pair, in turn."""
         return [self.sequences[2 * row + i] for row in rows for i in range(2)]
 
@@ -115,11 +115,11 @@ class LabelBatches(PairBatches):
         share = self.desirable(slice(None)).double().mean()
         return f"{super().summary()}; {share:.0%} desirable"
 
-    def desirable(self, rows):
+    def desirable(self, rows) -> Tensor:
         """(P,) bool: the labels of these rows."""
         return self.examples.row_sizes[self.examples.numbers[rows]] > 0
 
-    def items(self, rows):
+    def items(self, rows: list) -> list:
         """The prompt of each row with the answer of row answer_of[row], cut to seq_len tokens."""
         items = []
         for row in rows:
@@ -132,7 +132,7 @@ class LabelBatches(PairBatches):
             items.append(Example(ids[: self.seq_len], labels[: self.seq_len], prompt.where))
         return items
 
-    def every(self, steps: int):
+    def every(self, steps: int) -> Iterator:
         """Also the mismatched answers of each step, which differ from epoch to epoch."""
         yield from super().every(steps)
         for step in range(steps):

@@ -81,7 +81,7 @@ class PictureBatches(GlobalBatches):
         """A batch of `rows` copies of the row with the most patches."""
         return self.batch([int(self.patches.argmax())] * rows)
 
-    def costs(self, rows) -> Tensor:
+    def costs(self, rows: list) -> Tensor:
         """The tokens and patches of each row, (n,) int64."""
         return super().costs(rows) + self.patches[rows]
 
@@ -110,7 +110,7 @@ class PictureBatches(GlobalBatches):
         micro_batches = zip(shares[self.rank], pictured[self.rank], tower_runs, strict=True)
         return [(rows, runs and not has_picture) for rows, has_picture, runs in micro_batches]
 
-    def batches(self, step: int):
+    def batches(self, step: int) -> list:
         """As GlobalBatches.batches, made ahead by the workers as long as steps follow each other. If that
         fails, this process makes them from then on, with a warning.
         """
@@ -146,7 +146,7 @@ class PictureBatches(GlobalBatches):
             )
             return batches
 
-    def batch(self, rows, blank=False) -> Batch:
+    def batch(self, rows: list, blank=False) -> Batch:
         """The micro-batch of these rows, or a filler. blank: its first row gets a blank picture."""
         items = self.items(rows) or [self.filler()]
         sources = [self.sources(row) for row in rows] or [[]]

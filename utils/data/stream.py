@@ -125,7 +125,7 @@ class StreamBatches(PackedBatches):
         """All rows cost the same, (n,)."""
         return torch.ones(len(rows))
 
-    def items(self, rows):
+    def items(self, rows: list) -> list:
         """The documents, whole or in part, in these rows. Without document_mask: each row as one text."""
         examples = []
         for row in rows:
@@ -144,7 +144,7 @@ class StreamBatches(PackedBatches):
             examples += parts
         return examples
 
-    def batch(self, rows) -> Batch:
+    def batch(self, rows: list) -> Batch:
         if self.document_mask:
             return super().batch([[row] for row in rows])
         return GlobalBatches.batch(self, rows)

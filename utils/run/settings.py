@@ -31,7 +31,7 @@ NUMBERS = {int: "a whole number such as 1000", float: "a finite number such as 0
 
 def parse_cli(
     cls: type,
-    argv: list[str] | None = None,
+    argv: list | None = None,
     without_model: dict | None = None,
     others=(),
 ):
@@ -106,7 +106,7 @@ def kinds_of(cls: type) -> dict:
     }
 
 
-def read_value(kind: type, bare: str | None, where: str, text: str):
+def read_value(kind: type, bare: str | None, where: str, text: str) -> object:
     """`text` as a value of type `kind`, or ConfigError. where: the flag, or the line and key of a file."""
     word = text.lower()
     if kind is bool:

@@ -7,6 +7,7 @@ B batch, T tokens, S sequences (answers), P pairs.
 import hashlib
 import json
 from contextlib import suppress
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -71,17 +72,9 @@ class Reference:
             known = {int(key): value for key, value in json.loads(file.read_text()).items()}
         known = broadcast(self.world, known)
 
-        def batches():
-            for loader, steps in loaders.items():
-                yield from loader.every(steps)
-
-        missing = all_reduce_sum(
-            sum(key not in known for batch in batches() for key in batch.keys), self.world
-        )
-        if missing:
-            print0(f"reference of {missing:,.0f} answers is computed, once", ready=True)
         found = {}
         computed = 0  # batches
+        missing = 0  # answers that the file lacks, so far
 
         def keep():
             with together(self.world):
@@ -106,17 +99,18 @@ class Reference:
             print0(f"reference {len(known):,} answers {outcome}")
 
         self.model.eval()
-        for batch in batches():
-            unknown = sum(key not in known for key in batch.keys)
-            if computed and not all_reduce_sum(unknown, self.world):
+        for batch in chain.from_iterable(loader.every(steps) for loader, steps in loaders.items()):
+            unknown = all_reduce_sum(sum(key not in known for key in batch.keys), self.world)
+            if computed and not unknown:
                 continue
+            if unknown and not missing:
+                print0("reference of all answers is computed, once")
+            missing += unknown
             values = log_probs_of(self.model, batch.to(self.world.device))
             found |= zip(batch.keys, values.tolist(), strict=True)
             computed += 1
             if computed % KEPT == 0:
                 keep()
-            if not missing:
-                break
         reshard(self.model)
         keep()
         self.known = known
