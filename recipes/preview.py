@@ -256,7 +256,8 @@ def main(cfg: Config) -> bool:
             "sync_each_microbatch": cfg.sync_each_microbatch or single_rows.separates,
         }
     if cfg.loss:
-        show_answers(parts[0], tokenizer, cfg.show)
+        sides = ("desirable", "undesirable") if cfg.loss == "kto" else ("chosen", "rejected")
+        show_answers(parts[0], tokenizer, cfg.show, sides)
     else:
         show_masks(examples, tokenizer, cfg.show, single_rows)
 
@@ -360,13 +361,12 @@ def rooms_of(pictured, row: int, tokenizer) -> list[tuple[str, str]]:
     return rooms
 
 
-def show_answers(answers, tokenizer, count: int) -> None:
-    """Print the answers of the first rows: the chosen and the rejected one, or the one that has a label."""
+def show_answers(answers, tokenizer, count: int, sides: tuple) -> None:
+    """Print the answers of the first rows: both of a pair, or the one with a label; with its side."""
     for i in range(min(2 * count, len(answers))):
         item = answers[i]
         if len(item.ids):  # of an answer with a label, the other side is empty
-            side = ("chosen", "rejected")[i % 2]
-            print0(f"{escaped(item.where)} {side}\n{marked(item, tokenizer)}\n", ready=True)
+            print0(f"{escaped(item.where)} {sides[i % 2]}\n{marked(item, tokenizer)}\n", ready=True)
 
 
 def print_lengths(examples, held_out) -> None:

@@ -425,6 +425,16 @@ def test_a_preview_shows_both_answers_and_the_plan_of_the_run(files, tmp_path):
         assert lines[0] == lines[1]
 
 
+def test_a_preview_of_labels_names_each_answer_by_its_label(files, tmp_path):
+    flags = " ".join(f"--{name} {value}" for name, value in files.items())
+    seen = forked(
+        f"python {QUOTED}/recipes/preview.py {flags} --loss kto --batch_size 2 --show 2", tmp_path
+    )
+    assert seen.returncode == 0, seen.stdout
+    for side, text in (("desirable", "good0"), ("undesirable", "bad0")):
+        assert re.search(rf"pairs.jsonl:1 {side}\n[^\[]*\[\[\W*{text}", seen.stdout)
+
+
 def train_copy(world, path, flags, cache):
     """Run a changed copy of the recipe."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
