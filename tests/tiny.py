@@ -62,7 +62,6 @@ NO_REMARKS = {  # of utils.data.examples.Examples, for rows that no file has
     "dropped": {},
     "notes": {},
     "firsts": {},
-    "problem": "",
     "row_sizes": torch.empty(0),
     "details": Texts(torch.empty(0, dtype=torch.uint8), torch.empty(0)),
     "unit": "rows",

@@ -34,6 +34,11 @@ from .tokens import (
 )
 
 SHORTENED = "rows with an answer of which the chat template leaves out a part"
+DIFFERS = (
+    "rows that do not begin with the prompt that the chat template gives at inference (fix: thoughts of the"
+    " rows under reasoning_content, if the prompt begins thoughts; or a --chat_template whose answers begin"
+    " with its prompt)"
+)
 SPELLED = "rows in which text spells a special token, which stays text"
 SEVERAL = (
     "rows became several sequences, one for each answer: the chat template writes an answer differently once"
@@ -56,7 +61,6 @@ class Chat(NamedTuple):
 
     text: str
     spans: list[tuple]
-    problem: str = ""  # how the prompt at inference differs from the text before an answer
 
 
 # --- messages -> text and the trained spans
@@ -180,7 +184,7 @@ def turn_of(
 ) -> Chat:
     """The conversation up to the end of turn i, with one span: that turn. marked: the skeleton of the whole
     conversation; rendered: render_marked of it. notes: counts a row if the template leaves out a part of the
-    answer.
+    answer, or if the text before it is not the prompt at inference.
     """
     text, spans = rendered
     next_role = "tool" if messages[i].get("tool_calls") else "user"
@@ -196,7 +200,6 @@ def turn_of(
     if text.endswith(tail):  # otherwise the template ends tool calls differently from text
         last = len(text) - len(tail)
         text = text[:last] + end
-    problem = ""
     exact = text.startswith(prompt)
     first = len(prompt)
     if not exact:
@@ -206,7 +209,7 @@ def turn_of(
                 " prompt, so others' words would be trained (fix: another --chat_template, chatml or alpaca)"
             )
         first = len(commonprefix((prompt, text)))
-        problem = prompt_difference(tokenizer, prompt, text, first)
+        notes[DIFFERS] = 1
         # The answer begins at the latest where a text with another answer differs.
         other_text = render(tokenizer, [*messages[:i], answer], tools)
         first = min(first, len(commonprefix((other_text, text))))
@@ -214,7 +217,7 @@ def turn_of(
             first = spans[-1][0]
     if messages[i]["content"].strip() not in text[first:last]:
         notes[SHORTENED] = 1
-    return Chat(text, [(first, len(text), exact)], problem)
+    return Chat(text, [(first, len(text), exact)])
 
 
 def begins_early(tokenizer, turns: Messages, tools: list | None) -> bool:
@@ -231,19 +234,6 @@ def begins_early(tokenizer, turns: Messages, tools: list | None) -> bool:
     return any(int(mark[1]) != len(turns) - 1 for mark in marks)
 
 
-def prompt_difference(tokenizer, prompt: str, text: str, common: int) -> str:
-    """A sentence that shows where the conversation differs from the prompt. common: the characters that
-    are equal at the beginning of both.
-    """
-    begin = max(0, common - 20)
-    return (
-        f"the {template_name(tokenizer)} ends its prompt with {prompt[begin:]!r}, but in the row"
-        f" {text[begin:common]!r} goes on with {text[common : common + 20]!r}: the prompt at"
-        " inference differs from the one in training (fix: thoughts of the rows under reasoning_content, if"
-        " the prompt begins thoughts; or a --chat_template whose answers begin with its prompt)"
-    )
-
-
 def divided(text: str, turns: list[Chat]) -> list[Chat]:
     """The smallest number of sequences that contain all trained turns.
 
@@ -251,12 +241,11 @@ def divided(text: str, turns: list[Chat]) -> list[Chat]:
     sequence begins with the turn's text.
     """
     chats = []
-    problem = next((turn.problem for turn in turns if turn.problem), "")
     for turn in reversed(turns):
         longer = [chat for chat in chats if chat.text.startswith(turn.text)]
         if not longer:
             is_whole = not chats and text.startswith(turn.text)
-            longer = [Chat(text if is_whole else turn.text, [], problem)]
+            longer = [Chat(text if is_whole else turn.text, [])]
             chats += longer
         longer[0].spans.extend(turn.spans)
     return chats[::-1] or [Chat(text, [])]

@@ -79,8 +79,6 @@ class Part:
         self.firsts = {}  # note -> its first row
         self.forms = Counter()
         self.columns: set[str] = set()  # columns named in --columns that some row has
-        # the first row whose prompt differs between training and inference, and how it differs
-        self.problem = ""
         self.bad = []  # (where, reason) of each bad row
 
     def add(self, ids: list[int], loss_mask: bytes, where: str) -> None:
@@ -116,15 +114,9 @@ class Part:
                 if loss_mask.find(1, first + 1, last) > 0:
                     self.add(ids[first:last], loss_mask[first:last], where)
 
-    def keep_problem(self, problem: str, where: str) -> None:
-        """Keep the first problem: how the prompt of a row differs between training and inference."""
-        if problem and not self.problem:
-            self.problem = f"{where}: {problem}"
-
     def join(self, part: "Part") -> None:
         """Add the counts, notes, bad rows and lengths of a later part, but not its tokens."""
         self.firsts = part.firsts | self.firsts
-        self.problem = self.problem or part.problem
         self.columns |= part.columns
         self.rows += part.rows
         self.lengths += part.lengths
@@ -206,7 +198,6 @@ def add_conversation(
         return form
     for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
         part.add_row(*encode_chat(tokenizer, chat), where, rows, form)
-        part.keep_problem(chat.problem, where)
     return "chat" if form == "completion" else form
 
 

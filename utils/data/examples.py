@@ -86,8 +86,6 @@ class Examples:
     dropped: dict  # reason -> rows
     notes: dict  # what the user should know -> rows
     firsts: dict  # note -> the first row it is about
-    # the first row whose prompt differs between training and inference, and how it differs
-    problem: str
     # (n,) int64; its meaning depends on the task. pairs: the offset in row i of the rejected sequence, which
     # follows the chosen one. labels (KTO): the length of row i if it is desirable, else 0. documents: the
     # bytes of the text. Rows with pictures: the number of patches, or 0. Other rows: empty.
@@ -186,8 +184,6 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
     for part in parts:
         for line in part.sources():
             print0(f"form      {line}")
-        if part.problem:
-            print0(f"warning: {part.problem}")
         if part.bad:
             where, reason = part.bad[0]
             print0(
@@ -319,7 +315,7 @@ def write_tokens(
                 total.close(rows)  # raises
             spare_rows -= part.rows
     total.close(rows)
-    facts = {name: getattr(total, name) for name in "dropped notes firsts problem bad".split()}
+    facts = {name: getattr(total, name) for name in "dropped notes firsts bad".split()}
     facts |= {"unit": rows.task, "origins": origins}
     Path(folder, FACTS).write_text(json.dumps(facts))
 

@@ -183,7 +183,6 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         else:
             part.add_row(ids, mask, where, rows, form)
             keep_pictures(part, shown, patches)
-        part.keep_problem(chat.problem, where)
     return form
 
 

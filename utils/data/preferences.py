@@ -92,7 +92,6 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
                     "an answer of several turns, of which the chat template writes one differently once"
                     " others follow (fix: one turn an answer, or another --chat_template)"
                 )
-            part.keep_problem(chat.problem, where)
             ids, mask = encode_chat(tokenizer, chat)
         prompts.append(ids[: mask.find(1)])
         cut = type(part)()  # a Part; encode.py cannot be imported, since it imports this file
