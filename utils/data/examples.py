@@ -285,35 +285,28 @@ def write_tokens(
             file.write(content)
 
     total = Part()
-    origins = [{"name": s.name, "weight": s.weight, "forms": Counter()} for s in sources]
-    drawn = []  # the origin of each chunk that is being encoded
-
-    def chunks_of_all():
-        for source, origin in zip(sources, origins, strict=True):
-            for chunk in chunks(islice(source.read(), rows.max_rows or None)):
-                drawn.append(origin)
-                yield chunk
-
+    origins = []
     spare_rows = MORE_ROWS
-    for part in encode_chunks(chunks_of_all()):
-        origin = drawn.pop(0)
-        origin.setdefault("first", len(total.lengths))
-        origin["forms"].update(part.forms)
-        total.join(part)
-        origin["last"] = len(total.lengths)
-        for name in ARRAYS:
-            add(name, getattr(part, name))
-        for name in TEXTS:
-            texts = [text.encode("utf-8", "surrogateescape") for text in getattr(part, name)]
-            add(name, b"".join(texts))
-            add(f"{name}_sizes", array("q", map(len, texts)))
-        bar.update(part.rows)
-        if total.rows % SAID < part.rows:
-            print0(f"tokens    of {total.rows:,} rows are made")
-        if total.bad and rows.bad_rows == "error":
-            if spare_rows < 0:
-                total.close(rows)  # raises
-            spare_rows -= part.rows
+    for source in sources:
+        forms = Counter()
+        first = len(total.lengths)
+        for part in encode_chunks(chunks(islice(source.read(), rows.max_rows or None))):
+            forms.update(part.forms)
+            total.join(part)
+            for name in ARRAYS:
+                add(name, getattr(part, name))
+            for name in TEXTS:
+                texts = [text.encode("utf-8", "surrogateescape") for text in getattr(part, name)]
+                add(name, b"".join(texts))
+                add(f"{name}_sizes", array("q", map(len, texts)))
+            bar.update(part.rows)
+            if total.rows % SAID < part.rows:
+                print0(f"tokens    of {total.rows:,} rows are made")
+            if total.bad and rows.bad_rows == "error":
+                if spare_rows < 0:
+                    total.close(rows)  # raises
+                spare_rows -= part.rows
+        origins.append(Origin(source.name, source.weight, forms, first, len(total.lengths)))
     total.close(rows)
     facts = {name: getattr(total, name) for name in "dropped notes firsts bad".split()}
     facts |= {"unit": rows.task, "origins": origins}
@@ -336,7 +329,7 @@ def read_tokens(folder: Path | str) -> Examples:
     if len(fields["ids"]) > fields["bounds"][-1]:
         fields["ids"] = fields["ids"].view(torch.int32)
     fields |= json.loads(Path(folder, FACTS).read_text())
-    fields["origins"] = [Origin(**origin) for origin in fields["origins"]]
+    fields["origins"] = [Origin(*origin) for origin in fields["origins"]]
     examples = Examples(**fields)
     if examples.unit != "documents" and any(origin.weight for origin in examples.origins):
         from .held_out import mixed_rows
