@@ -317,9 +317,7 @@ def main(cfg: Config) -> Path:
     with together(world, patient=True):
         rewards = parse_rewards(cfg.rewards)
         rows = from_settings(Rows, cfg, seq_len=cfg.seq_len - cfg.max_new_tokens)  # of a prompt
-        examples, held_out = load_data(
-            rows, tokenizer, progress=world.rank == 0, load=load_questions
-        )
+        examples, held_out = load_data(rows, tokenizer, load=load_questions)
         for part in filter(None, (examples, held_out)):
             check_columns(rewards, part, judge and judge.ids_of)
 

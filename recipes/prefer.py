@@ -287,7 +287,6 @@ def main(cfg: Config) -> Path:
         examples, held_out = load_data(
             from_settings(Rows, cfg, task="labels" if cfg.loss == "kto" else "pairs"),
             tokenizer,
-            progress=world.rank == 0,
         )
         answers = [sequences(part) for part in (examples, held_out) if part]
         check_positions(model, *answers)

@@ -254,9 +254,7 @@ def main(cfg: Config) -> Path:
     # --- data: every row is read, checked and tokenized -------------------------------------------
     act("data")
     with together(world, patient=True):
-        examples, held_out = load_data(
-            from_settings(Rows, cfg, task="documents"), tokenizer, progress=world.rank == 0
-        )
+        examples, held_out = load_data(from_settings(Rows, cfg, task="documents"), tokenizer)
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")

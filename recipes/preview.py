@@ -225,7 +225,7 @@ def main(cfg: Config) -> bool:
             parse_parts(train)
             rows = replace(rows, processor=str(source.folder))
             processor = load_processor(source.folder, tokenizer)
-        examples, held_out = load_data(rows, tokenizer, progress=True)
+        examples, held_out = load_data(rows, tokenizer)
         parts = [part for part in (examples, held_out) if part]
         if cfg.loss:
             from utils.data.pairs import LabelBatches, PackedPairs, PairBatches, sequences

@@ -242,9 +242,7 @@ def main(cfg: Config) -> Path:
     # --- data: every row is read, checked and tokenized -------------------------------------------
     act("data")
     with together(world, patient=True):
-        examples, held_out = load_data(
-            from_settings(Rows, cfg, task="pairs"), tokenizer, progress=world.rank == 0
-        )
+        examples, held_out = load_data(from_settings(Rows, cfg, task="pairs"), tokenizer)
         answers = [sequences(part) for part in (examples, held_out) if part]
         check_positions(model, *answers)
         # A score is read at the last token that is no pad token, so no answer may end with a pad token.

@@ -259,7 +259,7 @@ def main(cfg: Config) -> Path:
     act("data")
     with together(world, patient=True):
         rows = from_settings(Rows, cfg, processor=str(source.folder))
-        examples, held_out = load_data(rows, tokenizer, progress=world.rank == 0)
+        examples, held_out = load_data(rows, tokenizer)
         check_positions(model, examples, held_out)
         patches = examples.row_sizes[examples.rows]  # of the pictures of each row
         train = cfg.train

@@ -206,7 +206,7 @@ def test_a_wrong_name_is_told_before_a_row_of_the_others_is_read(write, tokenize
     write("bad.jsonl", "no JSON")
     assert "bda.jsonl: no such file" in refusal(load_examples, "bad.jsonl,bda.jsonl", tokenizer, 64)
     rows = Rows("bad.jsonl", 64, eval_dataset="bda.jsonl")
-    assert "bda.jsonl: no such file" in refusal(load_data, rows, tokenizer, False)
+    assert "bda.jsonl: no such file" in refusal(load_data, rows, tokenizer)
 
 
 def test_what_is_no_file_is_told_with_its_neighbour(write):
@@ -395,7 +395,7 @@ def test_rows_that_come_again_are_counted(write, tokenizer, capsys):
     file = write("twice.jsonl", "\n".join([LINE, LINE, json.dumps(TURNS)]))
     examples = load_examples(file, tokenizer, seq_len=64)
     assert examples.summary().endswith(", 1 the same as a row before")
-    load_data(Rows(file, 64, eval_dataset=write("held.jsonl", LINE)), tokenizer, progress=False)
+    load_data(Rows(file, 64, eval_dataset=write("held.jsonl", LINE)), tokenizer)
     assert capsys.readouterr().out == "warning: 1 of 1 held-out rows are trained on too\n"
 
 

@@ -420,7 +420,7 @@ def test_the_held_out_loss_is_that_of_the_cpu(setting, tmp_path):
     trained(setting, tmp_path / "gpu", **FP32, eval_share=0.3, eval_every=2)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gpu" / "model", dtype=torch.float32)
     add_chunked_loss(plain)
-    _, held_out = load_data(Rows(str(rows), 2048, eval_share=0.3), load_tokenizer(folder), False)
+    _, held_out = load_data(Rows(str(rows), 2048, eval_share=0.3), load_tokenizer(folder))
     loader = GlobalBatches(held_out, 0, 8, 8, 0, 1, 0)
     batches = [batch for step in range(loader.per_epoch) for batch in loader.batches(step)]
     total = sum(summed_cross_entropy(plain, batch).item() for batch in batches)

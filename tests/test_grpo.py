@@ -421,7 +421,7 @@ def test_held_out_prompts_are_answered_with_the_likeliest_tokens(files, run_of):
     assert held_out(one[0]) == held_out(two[0])
     tokenizer = load_tokenizer(out / "model")
     rows = Rows(files["dataset"], 122, eval_share=HELD_OUT["eval_share"])
-    _, asked = load_data(rows, tokenizer, progress=False, load=load_questions)
+    _, asked = load_data(rows, tokenizer, load=load_questions)
     model = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
     found = []
     for question in asked:

@@ -425,7 +425,7 @@ def test_a_pair_is_held_out_whole(tokenizer):
             joined = torch.cat([both[2 * i].ids, both[2 * i + 1].ids])
             assert torch.equal(part[i].ids, joined)
     rows = Rows("p.jsonl", 64, task="pairs", eval_share=0.3)
-    assert load_data(rows, tokenizer, progress=False)[1].summary().count(" pairs, ") == 1
+    assert load_data(rows, tokenizer)[1].summary().count(" pairs, ") == 1
 
 
 def test_the_cache_holds_what_memory_would_hold(plain, tmp_path, monkeypatch):

@@ -283,7 +283,7 @@ def test_held_out_prompts_are_chosen_by_their_hash(tokenizer, tmp_path):
     def split(rows, **options):
         options = {"seq_len": 200, "too_long": "drop"} | options
         name = write(tmp_path / "rows.jsonl", rows)
-        return load_data(Rows(name, **options), tokenizer, False, load=load_questions)
+        return load_data(Rows(name, **options), tokenizer, load=load_questions)
 
     trained, held_out = split(rows, eval_share=0.2)
     assert len(trained) + len(held_out) == 60

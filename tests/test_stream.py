@@ -45,7 +45,7 @@ def write(path, texts):
 
 def documents(tokenizer, dataset, **options):
     rows = Rows(dataset, T, task="documents", **options)
-    return load_data(rows, tokenizer, False)
+    return load_data(rows, tokenizer)
 
 
 def batches(examples, rank=0, ranks=1, batch_size=2, size=4, **options):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..run.errors import check, escaped, first_five, print0
+from ..run.errors import check, escaped, first_five, print0, rank
 from ..run.files import replace_file
 from ..run.units import IGNORE, seed_of
 from .encode import TWICE, Part, Rows, chunks, encode_rows
@@ -226,8 +226,8 @@ def check_positions(model: nn.Module, *parts: Examples | None, longest=0) -> Non
         print0(f"warning: {lengths} without rope scaling: it was not trained on such lengths")
 
 
-def load_examples(rows: Rows, tokenizer, progress=False) -> Examples:
-    """Read and tokenize a data set. progress: show a bar if standard error is a terminal.
+def load_examples(rows: Rows, tokenizer) -> Examples:
+    """Read and tokenize a data set. Rank 0 shows a bar if standard error is a terminal.
 
     A row that has no trained token after it was cut is dropped and counted. ConfigError for bad rows (the
     first ten, and the number of others), and if all rows were dropped.
@@ -240,7 +240,7 @@ def load_examples(rows: Rows, tokenizer, progress=False) -> Examples:
     with tqdm(
         desc=f"tokenizing {escaped(rows.dataset)}",
         unit=" rows",
-        disable=not progress or None,  # None: disabled if not a terminal
+        disable=rank() > 0 or None,  # None: disabled if not a terminal
     ) as bar:
         write = partial(write_tokens, sources, rows, bar)
         if size_bytes > SMALL and not rows.max_rows:
@@ -252,20 +252,20 @@ def load_examples(rows: Rows, tokenizer, progress=False) -> Examples:
             return read_tokens(folder)
 
 
-def load_data(rows: Rows, tokenizer, progress: bool, load=load_examples) -> tuple:
+def load_data(rows: Rows, tokenizer, load=load_examples) -> tuple:
     """(examples, held-out examples or None). load: load_examples, or another function in its place. A
     tokenizer without a template of its own keeps "plain" if any row has turns: it is saved with the model.
     """
     if rows.eval_dataset:
         find_sources(rows.eval_dataset)  # a wrong name is said before all rows are tokenized
-    examples = load(rows, tokenizer, progress)
+    examples = load(rows, tokenizer)
     forms = {form for origin in examples.origins for form in origin.forms}
     if not tokenizer.template_name and forms - PLAIN:  # turns were rendered with it
         tokenizer.template_name = "built-in plain"
     if rows.eval_share or rows.eval_dataset:
         from .held_out import hold_out
 
-        return hold_out(examples, rows, lambda eval_rows: load(eval_rows, tokenizer, progress))
+        return hold_out(examples, rows, lambda eval_rows: load(eval_rows, tokenizer))
     return examples, None
 
 

@@ -60,14 +60,14 @@ class Questions(Examples):
         return {name for _, columns, _ in map(json.loads, self.details) for name in columns}
 
 
-def load_questions(rows: Rows, tokenizer, progress=False) -> Questions:
+def load_questions(rows: Rows, tokenizer) -> Questions:
     """The prompts of a data set, for load_data(..., load=load_questions). rows.seq_len: the maximum tokens of
     a prompt. With rows.too_long drop, longer prompts are dropped and counted; otherwise they are an error. No
     prompt is cut, because that would change the question.
 
     ConfigError for bad rows (the first ten, and the number of others), and if all rows were dropped.
     """
-    return Questions(**vars(load_examples(replace(rows, task="prompts"), tokenizer, progress)))
+    return Questions(**vars(load_examples(replace(rows, task="prompts"), tokenizer)))
 
 
 # --- sequences whose tokens are scored
