@@ -27,7 +27,7 @@ import transformers
 
 from ..run.cached import cache_folder
 from ..run.errors import ConfigError, check, print0, rank
-from ..run.files import publish, remove_siblings
+from ..run.files import disk_errors, publish, remove_siblings
 from ..run.memory import cores
 from ..run.signals import die_with_parent
 from .encode import Part
@@ -41,9 +41,8 @@ def cached_tokens(sources: list[Source], encode: partial, write: Callable, read:
     """
     rows = encode.keywords["rows"]
     files = [file for source in sources for file in source.files]
-    folder = cache_folder("data")
-    try:
-        folder /= key_of(files, **encode.keywords)
+    folder = cache_folder("data") / key_of(files, **encode.keywords)
+    with disk_errors(folder, "XDG_CACHE_HOME=FOLDER, or room in /dev/shm"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         # The kernel releases the lock when this process ends, even if it is killed.
         with open(folder.with_suffix(".lock"), "ab") as lock:
@@ -75,12 +74,6 @@ def cached_tokens(sources: list[Source], encode: partial, write: Callable, read:
                     publish(temp, folder)
                 finally:
                     shutil.rmtree(temp, ignore_errors=True)
-    except OSError as error:
-        if str(error.filename) in map(str, files):
-            raise ConfigError(f"{error.filename}: {error.strerror}") from None
-        raise ConfigError(
-            f"{folder}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, or room in /dev/shm)"
-        ) from None
     print0(f"tokens    are in {folder}")
     return folder
 

@@ -71,7 +71,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 @contextmanager
-def disk_errors(path: Path):
+def disk_errors(path: Path, fix="another --output_dir"):
     """Turn an error of the file system while `path` is written into one ConfigError with a remedy."""
     try:
         yield
@@ -83,7 +83,7 @@ def disk_errors(path: Path):
             raise
         reason = "no space left" if full else error.strerror or error
         room = ", or make room" if full else ""
-        raise ConfigError(f"{path}: {reason} (fix: another --output_dir{room})") from None
+        raise ConfigError(f"{path}: {reason} (fix: {fix}{room})") from None
 
 
 def drop_half_line(path: Path) -> None:
