@@ -18,9 +18,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ..run.errors import check, others_code, print0
 from .formats import Messages
 
-# A folder without any of these has no tokenizer.
-VOCABULARY_FILES = """tokenizer.json *.model vocab.* *.tiktoken tekken.json
-    tokenizer_config.json""".split()
 # Unicode has noncharacters for such uses within a program. They are in no text.
 MARK = "\ufdd0{}\ufdd1"  # a placeholder for a text, to see whether and where a template writes it
 PLACE = "\ufdd2"  # stands for a picture in the content of a message
@@ -135,26 +132,20 @@ def load_tokenizer(folder: Path | str, chat_template="", trust_remote_code=False
 
     chat_template: "" for the tokenizer's own, "chatml", "alpaca" or "plain" for a built-in one, else a file.
     The tokenizer gets the attribute `template_name`. It is "" if the tokenizer has none of its own: turns are
-    rendered with "plain" then, and texts are no turns. ConfigError names the folder, the file or the template
-    that is wrong.
+    rendered with "plain" then, and texts are no turns. ConfigError names the folder or the template that is
+    wrong.
     """
-    folder = Path(folder)
-    files = [path for pattern in VOCABULARY_FILES for path in folder.glob(pattern)]
-    # Without these files, transformers silently makes some tokenizers with an empty vocabulary.
-    check(
-        files,
-        f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model",
-    )
     # Imported here because it imports torch, which the tokenizing processes do not need.
     from transformers import AutoTokenizer
 
     with others_code(
-        f"{folder}: {', '.join(file.name for file in files)} cannot be read",
-        "fetch it again; --trust_remote_code, if it is code that you have read",
+        f"{folder}: its tokenizer cannot be read",
+        "fetch its files, such as tokenizer.json; --trust_remote_code, if it is code that you have read",
     ):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
+    # Without files, transformers makes some tokenizers with an empty vocabulary.
     check(
         tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder),
         f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json (fix: add one"
