@@ -796,12 +796,12 @@ def test_rows_are_not_padded_beyond_seq_len_and_learned_positions(tmp_path, monk
         (
             "gpt2",
             None,
-            "a.jsonl:2 has 300 tokens, and the model 256 positions, learned ones (transformer.wpe.weight) (fix: --seq_len 256)",
+            "a row has 300 tokens, and the model 256 positions, learned ones (transformer.wpe.weight) (fix: --seq_len 256)",
         ),
         (
             "llama",
             None,
-            "warning: a.jsonl:2 has 300 tokens, and the model 256 positions without rope scaling",
+            "warning: a row has 300 tokens, and the model 256 positions without rope scaling",
         ),
         ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, ""),
     ],

@@ -213,10 +213,8 @@ def check_positions(model: nn.Module, *parts: Examples | None, longest=0) -> Non
     rope = getattr(config, "rope_parameters", None) or {}
     if not positions or rope.get("rope_type", "default") not in ("default", "llama3"):
         return
-    part = max(filter(None, parts), key=lambda part: part.lengths.max())
-    where = "a row" if longest else part[int(part.lengths.argmax())].where
-    longest = longest or int(part.lengths.max())
-    lengths = f"{where} has {longest:,} tokens, and the model {positions:,} positions"
+    longest = longest or max(int(part.lengths.max()) for part in parts if part)
+    lengths = f"a row has {longest:,} tokens, and the model {positions:,} positions"
     tables = [name for name, _ in model.named_parameters() if re.search("wpe|pos(?!t)", name)]
     check(
         longest <= positions or not tables,
