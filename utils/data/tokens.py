@@ -147,7 +147,7 @@ def load_tokenizer(folder: Path | str, chat_template="", trust_remote_code=False
         )
     # Without files, transformers makes some tokenizers with an empty vocabulary.
     check(
-        tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder),
+        tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder) + 1,
         f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json (fix: add one"
         " that others made of it, or another --model; a tiktoken file with code of its own is not enough)",
     )
