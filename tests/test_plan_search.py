@@ -173,7 +173,7 @@ def test_a_table_of_every_method_traces_each_once(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("part", "whole"),
-    [("few_chunks", loss.chunk_slices), ("first_product", loss._add_product)],
+    [("few_chunks", loss.chunk_slices), ("no_product", loss._add_product)],
 )
 def test_the_parts_of_the_loss_that_are_traced_peak_as_all_do(part, whole, monkeypatch):
     sizes = SIZES | {"vocab_size": 2 * loss.ROWS + 300}

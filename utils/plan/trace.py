@@ -193,7 +193,7 @@ def record_step(
             enter(patch.object(layer, "forward", mark_block(layer, live)))
         head = model.get_output_embeddings()
         live.table_shape = model.get_input_embeddings().weight.shape
-        enter(patch.multiple(loss, chunk_slices=few_chunks, _add_product=first_product))
+        enter(patch.multiple(loss, chunk_slices=few_chunks, _add_product=no_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = ids.flatten()  # of trained tokens
         enter(live)
@@ -296,10 +296,10 @@ def few_chunks(tokens: int, chunk_tokens: int) -> list[slice]:
     return chunk_slices(tokens, chunk_tokens)[:2]
 
 
-def first_product(sums, d_logits, h, add=loss._add_product) -> None:
-    """Only the first of the many products in loss._add_product, which are alike."""
-    rows = loss.CPU_ROWS
-    add([sums[0][:rows]], d_logits[:, :rows], h)
+def no_product(sums: list, d_logits: Tensor, h: Tensor) -> None:
+    """Stands in for loss._add_product, which adds in place. What it allocates meanwhile is less than the
+    logits of a chunk in fp32, which are freed before.
+    """
 
 
 def pass_over(live: LiveBytes, hidden_states: Tensor, *args, **kwargs) -> object:
