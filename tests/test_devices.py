@@ -6,6 +6,9 @@ python -m pytest tests/test_devices.py
 import os
 import pkgutil
 import re
+import shutil
+import subprocess
+import sys
 from typing import NamedTuple
 
 import eval as evaluate
@@ -15,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from finetune import Config
-from ranks import run_ranks
+from ranks import free_port, run_ranks
+from shell import ROOT
 from tiny import tiny_model
 from transformers.integrations import sdpa_attention
 
@@ -203,6 +207,32 @@ def test_the_group_of_a_program_that_sets_no_variables_gives_rank_and_size():
         (0, 2, 2),
         (1, 2, 2),
     ]
+
+
+def test_machines_with_different_code_are_refused(tmp_path):
+    """Each would train in its own way, or wait for a collective that the other does not have."""
+    shutil.copytree(ROOT / "utils", tmp_path / "utils")
+    with open(tmp_path / "utils" / "plan" / "pictures.py", "a") as file:
+        file.write("# edited on this machine only\n")
+    env = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    start = "from utils.run.distributed import init_distributed; init_distributed()"
+    machines = [
+        subprocess.Popen(
+            [sys.executable, "-c", start],
+            cwd=cwd,
+            env=env | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, cwd in enumerate((ROOT, tmp_path))
+    ]
+    for machine in machines:
+        said = machine.communicate()[1]
+        assert re.search(
+            r"rank 1: other code than on rank 0: plan/pictures.py \d+ -> \d+ "
+            r"\(fix: the same code on every machine\)",
+            said,
+        ), said
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])

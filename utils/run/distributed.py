@@ -9,9 +9,11 @@ import os
 import re
 import signal
 import time
+import zlib
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from socket import gethostname as host_name
 from typing import NamedTuple
@@ -64,7 +66,7 @@ def init_distributed(use_gpu=True) -> World:
     group of a program that has one already is used; it must move tensors on CPUs too.
 
     Raises ConfigError for variables that do not fit together, a port in use, more ranks on this machine than
-    GPUs, or a GPU that this torch cannot use.
+    GPUs, a GPU that this torch cannot use, or ranks with different code.
     """
     rank = env_int("RANK")
     size = env_int("WORLD_SIZE")
@@ -112,6 +114,10 @@ def init_distributed(use_gpu=True) -> World:
             f"the ranks cannot meet at {where}: {reason}"
             " (fix: another --master_port, or torchrun --standalone)"
         ) from None
+    code = {name: version(name) for name in ("torch", "transformers")}
+    for file in Path(__file__).parents[1].rglob("*.py"):
+        code[f"{file.parent.name}/{file.name}"] = zlib.crc32(file.read_bytes())
+    agree(world, code, "code")
     if device.type == "cuda":
         shares = torch.cuda.device_count() < local_size
         check_own_gpus(world, str(torch.cuda.get_device_properties(device).uuid) if shares else "")
