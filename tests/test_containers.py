@@ -288,6 +288,14 @@ def test_a_data_set_that_is_nowhere_is_one_line():
     assert "--dataset splits:dev: it has no split dev, but test" in refusal("splits:dev")
 
 
+def test_a_tilde_is_the_home_folder_in_each_name_of_a_mixture(tmp_path, monkeypatch):
+    """A shell replaces only the one at the beginning of the flag."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    write("a.jsonl", LINES)
+    assert values("a.jsonl,~/saved") == ROWS + ROWS
+
+
 def test_a_split_of_a_saved_data_set_without_splits_is_refused():
     for name in ("saved", "data/saved"):  # the second looks like OWNER/NAME
         datasets.Dataset.from_list(ROWS).save_to_disk(name)

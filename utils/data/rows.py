@@ -67,14 +67,14 @@ def find_sources(name: str) -> list[Source]:
     )
     sources = []
     for match, weight in zip(matches, weights, strict=True):
-        source = match[1]
+        source = os.path.expanduser(match[1])
         files = files_of(source)
-        if not files:
+        if files:
+            read = partial(read_files, source, files)
+        else:
             from .tables import open_data_set
 
             files, read = open_data_set(source)
-        else:
-            read = partial(read_files, source, files)
         sources.append(Source(source, weight, files, read))
     return sources
 
@@ -86,7 +86,7 @@ def files_of(name: str) -> list[Path] | None:
     ConfigError for a folder or a pattern without files, or with files of several kinds; and for a folder that
     holds files to test with beside others.
     """
-    path = Path(name).expanduser()
+    path = Path(name)
     without_split = Path(name.partition(":")[0])
     if (path / "state.json").exists() or (without_split / "dataset_dict.json").exists():
         return None  # datasets' save_to_disk wrote it

@@ -114,7 +114,7 @@ def init_distributed(use_gpu=True) -> World:
             f"the ranks cannot meet at {where}: {reason}"
             " (fix: another --master_port, or torchrun --standalone)"
         ) from None
-    code = {name: version(name) for name in ("torch", "transformers")}
+    code = {"torch": torch.__version__, "transformers": version("transformers")}
     for file in Path(__file__).parents[1].rglob("*.py"):
         code[f"{file.parent.name}/{file.name}"] = zlib.crc32(file.read_bytes())
     agree(world, code, "code")
