@@ -41,7 +41,7 @@ from utils.data.prompts import Prompt, prompt_ids, turns_of
 from utils.data.rows import as_object, find_sources
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
-from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
+from utils.model.sharding import DTYPES, lacks_grouped_kernels, reshard, settle_dtype
 from utils.plan.generation import estimate_generation, plan_generation
 from utils.run.distributed import (
     World,
@@ -327,6 +327,7 @@ def answer(
             new_ids = output[:, ids.shape[1] :]
             decoded = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
             texts |= zip(batch, decoded, strict=True)
+    reshard(model)  # until then FSDP2 notes each forward
     for part in gather(world, texts):
         texts |= part
     answers = [texts[i] for i in asked]

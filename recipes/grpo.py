@@ -436,7 +436,7 @@ def main(cfg: Config) -> Path:
     if cfg.activation_offload:
         from utils.model.activation_offload import offload_inputs
 
-        offload_inputs(model, world.device)
+        offload_inputs(model)
     if cfg.compile:
         from utils.model.attention import compile_layers
 
@@ -477,6 +477,8 @@ def main(cfg: Config) -> Path:
             ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
+    # Copies of the model (HSDP) add their gradients once a step, if these are stored as they are reduced.
+    reduces_once = cfg.param_dtype == "fp32" and not cfg.cpu_offload
     # The head is gathered while the last layer computes.
     decoder_layers(model)[-1].set_modules_to_forward_prefetch([model.get_output_embeddings()])
 
@@ -623,6 +625,7 @@ def main(cfg: Config) -> Path:
             for number, batch in enumerate(batches * cfg.epochs_per_rollout, 1):
                 last_of_update = number % len(batches) == 0
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or last_of_update)
+                model.set_requires_all_reduce(last_of_update or not reduces_once)
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
                 # log pi of each token, (B, T): of the model at the start of the run, of the model as it is,
                 # and of the model before the first update of this step

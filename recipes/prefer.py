@@ -401,7 +401,7 @@ def main(cfg: Config) -> Path:
     if cfg.activation_offload:
         from utils.model.activation_offload import offload_inputs
 
-        offload_inputs(model, world.device)
+        offload_inputs(model)
     if cfg.compile:
         from utils.model.attention import compile_layers
 
@@ -442,6 +442,8 @@ def main(cfg: Config) -> Path:
             ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
+    # Copies of the model (HSDP) add their gradients once a step, if these are stored as they are reduced.
+    reduces_once = cfg.param_dtype == "fp32" and not cfg.cpu_offload
     # The head is gathered while the last layer computes.
     decoder_layers(model)[-1].set_modules_to_forward_prefetch([model.get_output_embeddings()])
 
@@ -543,6 +545,7 @@ def main(cfg: Config) -> Path:
             losses, sums = [], []
             for number, batch in enumerate(batches, 1):
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
+                model.set_requires_all_reduce(number == len(batches) or not reduces_once)
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
                 # log pi_ref(y|x) and log pi(y|x) of the answers, (S,)
                 log_pi_ref = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0

@@ -391,7 +391,7 @@ def main(cfg: Config) -> Path:
     if cfg.activation_offload:
         from utils.model.activation_offload import offload_inputs
 
-        offload_inputs(model, world.device)
+        offload_inputs(model)
     if cfg.compile:
         from utils.model.attention import compile_layers
 
@@ -432,6 +432,8 @@ def main(cfg: Config) -> Path:
             ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
+    # Copies of the model (HSDP) add their gradients once a step, if these are stored as they are reduced.
+    reduces_once = cfg.param_dtype == "fp32" and not cfg.cpu_offload
     # The head is gathered while the last layer computes.
     decoder_layers(model)[-1].set_modules_to_forward_prefetch([model.get_output_embeddings()])
 
@@ -517,8 +519,9 @@ def main(cfg: Config) -> Path:
                 group["lr"] = lr * group["scale"]
             losses = []
             for number, batch in enumerate(batches, 1):
-                syncs = cfg.sync_each_microbatch or loader.separates or number == len(batches)
-                model.set_requires_gradient_sync(syncs)
+                last = loader.separates or number == len(batches)
+                model.set_requires_gradient_sync(cfg.sync_each_microbatch or last)
+                model.set_requires_all_reduce(last or not reduces_once)
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
                 loss = summed_cross_entropy(model, batch)  # (); never holds (B, T, V)
                 # The mean over the trained tokens of the global batch; world.size undoes FSDP's mean.

@@ -126,6 +126,9 @@ def peak(case: dict) -> int:
                 model.set_requires_gradient_sync(
                     plan.sync_each_microbatch or i == plan.grad_accum - 1
                 )
+                model.set_requires_all_reduce(
+                    i == plan.grad_accum - 1 or plan.param_dtype != torch.float32
+                )
                 model(ids, labels=None if plan.kind == "scores" else ids).backward()
 
         make_states(optimizer)  # tracked, they would be counted wrongly

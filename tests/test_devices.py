@@ -50,6 +50,7 @@ from utils.train.profiling import mfu
         ((9, 0), ["sm_80", "sm_90a"]),
         ((10, 0), ["sm_90", "sm_100"]),
         ((12, 0), ["sm_80", "compute_90"]),  # compiled when it is first used
+        ((9, 4), ["gfx90a", "gfx942"]),  # an MI300 with torch for ROCm
     ],
 )
 def test_a_gpu_that_torch_has_kernels_for_is_taken(capability, built_for):

@@ -265,6 +265,17 @@ def test_a_disk_that_is_full_or_may_not_be_used_is_one_line_that_names_the_act(r
     assert err in [f"error: {reason}{why}" for reason in reasons]
 
 
+def test_nccl_without_room_in_shared_memory_is_no_full_disk(run_forked):
+    """The text is from torchtitan issue 853, its end from newer NCCL; Docker gives 64 MiB."""
+    code, _, err = run_forked(
+        "import torch\nraise torch.distributed.DistBackendError('unhandled system error\\nLast error:\\n'"
+        " 'Error while creating shared memory segment /dev/shm/nccl-Xq2zvN (size 33030528), error: '"
+        " + os.strerror(errno.ENOSPC) + ' (28)')"
+    )
+    said = "error: NCCL has no room in /dev/shm (fix: a larger one, in Docker --shm-size 8g)\n"
+    assert (code, err) == (1, said)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_that_is_really_full_is_told_from_a_bug(run_forked):
     code, _, err = run_forked("with open('/dev/full', 'w') as file:\n    file.write('x' * 100000)")

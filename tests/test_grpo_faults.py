@@ -238,6 +238,20 @@ def test_one_process_alone_cannot_generate_for_others(flags, tmp_path):
     assert names(tmp_path) == []
 
 
+@slow
+def test_a_signal_while_the_learners_save_is_no_sign_that_generators_were_killed(flags, tmp_path):
+    """The result was thrown away: generators end before the save."""
+    words = command(flags | {"steps": 1}, tmp_path / "run")
+    with Forked(words, named=True, FAULT="save:0:0:5") as run:
+        run.until("--- save")
+        while run.processes[-1].exitcode is None:  # the generator's
+            time.sleep(0.05)
+        os.kill(run.pids[0], signal.SIGTERM)
+        assert run.end(60) == 0
+        assert not run.lines("error: ")
+        assert len(run.lines("finished ")) == 1
+
+
 def test_ranks_end_alike_when_all_is_done(flags, tmp_path):
     with Forked(command(flags | {"steps": 1}, tmp_path / "run")) as run:
         assert run.end(60) == 0

@@ -179,6 +179,29 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_moment():
     run_ranks(step_that_is_not_finite, 2)
 
 
+def paged_steps(world):
+    """Where moments are paged, the host leaves the step out, and keeps no copies of them."""
+    plain, optimizer = sharded_shapes(world, "adamw_8bit")
+    paged, of_paged = sharded_shapes(world, "adamw_8bit")
+    of_paged.paged = True  # a CPU pages nothing, but this is what decides
+    for bad in (0.0, 1.0, 0.0):
+        for model, stepped in ((plain, optimizer), (paged, of_paged)):
+            stepped.found_inf = torch.tensor(bad)
+            if not bad:
+                steps(model, stepped, 0, 1)
+        before = fingerprint(paged, of_paged)
+        if bad:
+            give_gradients(paged, 1)
+            of_paged.step()
+            assert fingerprint(paged, of_paged) == before
+    same = zip(plain.parameters(), paged.parameters(), strict=True)
+    return all(torch.equal(local(one), local(other)) for one, other in same)
+
+
+def test_a_paged_step_that_is_not_finite_is_left_out_by_the_host():
+    assert run_ranks(paged_steps, 2) == [True, True]
+
+
 # --- a whole model
 
 

@@ -96,6 +96,26 @@ def test_no_weight_is_gathered_and_no_gradient_reduced_more_often_than_it_must(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("setting", ["llama"], indirect=True)
+def test_copies_of_the_model_add_their_gradients_once_a_step(setting, tmp_path):
+    """Their network is that between machines. It was once a micro-batch."""
+    folder, rows = setting
+    flags = {
+        "batch_size": 1,
+        "grad_accum": 3,
+        "model": str(folder),
+        "dataset": str(rows),
+        "output_dir": str(tmp_path),
+        "replicate": 2,
+        "sync_each_microbatch": True,
+    }
+    model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
+    gradients_bytes = 4 * sum(p.numel() for p in model.parameters()) / 2  # of a shard
+    for _, _, other in run_ranks(count, 4, "plain", flags):
+        assert gradients_bytes <= other < gradients_bytes + 1500
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["llama"], indirect=True)  # for its rows
 def test_a_quantized_base_is_gathered_as_codes_and_scales_and_only_adapters_are_reduced(
     setting, tmp_path

@@ -226,21 +226,13 @@ def print_template_notes(tokenizer) -> None:
             "template  chatml; a base that has never seen its tokens learns them by LoRA only with"
             " --modules_to_save embed_tokens,lm_head"
         )
-    tools = needed_tools(tokenizer)
-    tail, end = turn_end(tokenizer, ANSWERED, tools)
+    tail, end = turn_end(tokenizer, ANSWERED, needed_tools(tokenizer))
     if not end:
         print0(
             "warning: the chat template ends no turn with a token, so the model will not learn to stop"
         )
     elif not tail.startswith(end):
         print0(f"template  ends no answer with a token of its own; here {end!r} ends it")
-    prompt = render(tokenizer, QUESTION, tools, prompt=True)
-    before, *_ = render(tokenizer, ANSWERED, tools).rpartition(ANSWERED[-1]["content"])
-    if prompt == render(tokenizer, QUESTION, tools) and before.removeprefix(prompt).strip():
-        print0(
-            "warning: the chat template has no generation prompt, so the model learns to write what"
-            " stands before an answer itself"
-        )
 
 
 def end_of_turn_ids(tokenizer) -> set[int]:

@@ -1,9 +1,9 @@
 """Keep the inputs of recomputed blocks on the host, from their forward to their backward.
 
-On a GPU the copies run on two streams of their own, through page-locked memory: an input leaves while its
-block computes, and comes back during the backward of the block after it. The streams wait for each other
-explicitly, without record_stream, so the live memory does not depend on how far the host runs ahead. On a CPU
-they are plain copies. After torchtune's OffloadActivations,
+On a GPU an input leaves on a stream of its own, through page-locked memory, while its block computes; it
+comes back on the stream of the computation. The streams wait for each other explicitly, without
+record_stream, so the live memory does not depend on how far the host runs ahead. On a CPU both are plain
+copies. After torchtune's OffloadActivations,
 https://docs.pytorch.org/torchtune/stable/generated/torchtune.training.OffloadActivations.html
 """
 
@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from .sharding import decoder_layers
 
 
-def offload_inputs(model: nn.Module, device: torch.device) -> None:
+def offload_inputs(model: nn.Module) -> None:
     """Keep the inputs of a model's blocks on the host. Call recompute_activations first."""
-    copies = HostCopies(device)
+    copies = HostCopies()
     hook_inputs(model, copies.pack, copies.unpack)
 
 
@@ -41,63 +41,29 @@ def hook_inputs(model: nn.Module, pack: Callable, unpack: Callable) -> None:
         layer._gradient_checkpointing_func = partial(hooked, layer._gradient_checkpointing_func)
 
 
-class HostCopy:
-    """An input on the host, and also on the device once its copy back has begun."""
-
-    def __init__(self, host: Tensor):
-        self.host = host
-        self.device = None
-
-
 class HostCopies:
-    """The copies of all inputs in the order of the forward; the backward takes them from last to first."""
+    """Copies inputs to the host, and back."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.on_gpu = device.type == "cuda"
-        self.copies = []
-        self.leaving = None  # the input whose copy may not be complete
-        # To the host, and back. Made in the first step, because here no rank has chosen its GPU.
-        self.streams = None
+    # To the host. Made in the first step, because before it no rank has chosen its GPU.
+    stream = None
+    leaving = None  # the input whose copy may not be complete
 
-    def pack(self, tensor: Tensor) -> HostCopy:
-        if not self.on_gpu:
-            copy = HostCopy(tensor.clone())
-        else:
-            self.streams = self.streams or (torch.cuda.Stream(), torch.cuda.Stream())
-            computing, (leave, _) = torch.cuda.current_stream(), self.streams
-            computing.wait_stream(leave)  # so the previous input may be freed
-            self.leaving = tensor
-            copy = HostCopy(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
-            leave.wait_stream(computing)
-            with torch.cuda.stream(leave):
-                copy.host.copy_(tensor, non_blocking=True)
-        self.copies.append(copy)
-        return copy
+    def pack(self, tensor: Tensor) -> tuple:
+        if not tensor.is_cuda:
+            return tensor.clone(), tensor.device
+        self.stream = self.stream or torch.cuda.Stream()
+        computing = torch.cuda.current_stream()
+        computing.wait_stream(self.stream)  # so the previous input may be freed
+        self.leaving = tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.stream.wait_stream(computing)
+        with torch.cuda.stream(self.stream):
+            host.copy_(tensor, non_blocking=True)
+        return host, tensor.device
 
-    def unpack(self, copy: HostCopy) -> Tensor:
-        if copy in self.copies:  # not if it follows another input of its block
-            # those after it are of its block, or of a forward without a backward
-            del self.copies[self.copies.index(copy) :]
-        if not self.on_gpu:
-            return copy.host
-        computing, (leave, arrive) = torch.cuda.current_stream(), self.streams
-        computing.wait_stream(leave)
-        self.leaving = None
-        self.fetch(copy)
-        computing.wait_stream(arrive)
-        if self.copies:  # the next input arrives while this block computes
-            self.fetch(self.copies[-1])
-        tensor = copy.device
-        copy.device = None
-        return tensor
-
-    def fetch(self, copy: HostCopy) -> None:
-        """Begin to copy an input back to the device."""
-        if copy.device is None:
-            # memory of the computing stream, so only that stream must be done with it
-            copy.device = torch.empty_like(copy.host, device=self.device)
-            _, arrive = self.streams
-            arrive.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(arrive):
-                copy.device.copy_(copy.host, non_blocking=True)
+    def unpack(self, kept: tuple) -> Tensor:
+        host, device = kept
+        if self.stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.leaving = None
+        return host.to(device, non_blocking=True)

@@ -125,12 +125,14 @@ def init_distributed(use_gpu=True) -> World:
 
 
 def check_architecture(capability: tuple, built_for: list[str]) -> None:
-    """Raise ConfigError if this torch has no kernels for a GPU. built_for: "sm_80", "compute_90", ...
+    """Raise ConfigError if this torch has no kernels for a GPU of NVIDIA. built_for: "sm_80" and others.
 
     sm_XY runs on GPUs with major version X and minor version Y or higher; compute_XY also on later majors.
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/#application-compatibility
     """
     for architecture in built_for:
+        if architecture.startswith("gfx"):  # AMD's, such as gfx942: torch itself says what it lacks
+            return
         kind, digits = re.match(r"(\w+)_(\d+)", architecture).groups()
         built = divmod(int(digits), 10)  # (major, minor)
         if built <= capability and (built[0] == capability[0] or kind == "compute"):

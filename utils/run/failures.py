@@ -48,6 +48,9 @@ def explain(error: Exception) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # torchrun may send them meanwhile
         signal.signal(number, signal.SIG_IGN)
     text = str(error)
+    if "/dev/shm/nccl" in text:
+        print_once("NCCL has no room in /dev/shm (fix: a larger one, in Docker --shm-size 8g)")
+        _leave()
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         reason = os.strerror(code)  # errors of safetensors and torch contain the system's text
         if reason in text:
@@ -98,7 +101,7 @@ def say_who_is_gone() -> None:
 
 def ranks_gone() -> list[int]:
     """The ranks that this rank's launcher started and that no longer run."""
-    present = ranks_present()
+    present = ranks_present().union(story.ended)
     if rank() not in present:  # this rank does not find itself, so nothing is known
         return []
     first = rank() - int(os.environ.get("LOCAL_RANK", "0"))

@@ -56,19 +56,20 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
             for parameter in group["params"]
         }
         parts = [*self.parts.values()]
-        self.on_gpu = parts[0].device.type == "cuda"
-        if paged and not self.on_gpu:
+        on_gpu = parts[0].device.type == "cuda"
+        if paged and not on_gpu:
             print0("optimizer the state is in host memory anyway, so nothing is paged")
-        paged &= self.on_gpu
-        self.kernels = bitsandbytes.optim.AdamW(parts, min_8bit_size=0, is_paged=paged)
+        self.on_gpu = on_gpu
+        self.paged = paged and on_gpu
+        self.kernels = bitsandbytes.optim.AdamW(parts, min_8bit_size=0, is_paged=self.paged)
         for parameter in self.parts:
             self._add_state(parameter)
 
     @torch.no_grad()
     def step(self) -> None:
         """One step at the current learning rates of the groups, for parameters with a gradient."""
-        if self.found_inf:
-            return  # the host waits for it, since the kernels ignore it
+        if self.paged and self.found_inf:
+            return  # the host waits for it, since the device cannot undo a step of paged moments
         if self.on_gpu:
             # The kernels run on the default stream, whichever is current, and FSDP2 calls the hooks of a
             # backward on another one (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2050).
@@ -92,7 +93,15 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         part.grad = local(parameter.grad)
         self.kernels.state[part]["step"] = int(state["step"]) - 1  # the kernels add one
         self.kernels.prefetch_state(part)
+        # The kernels ignore found_inf, and reading it here would make the host wait for the device. So the
+        # old values are kept, and put back on the device if it is 1.
+        written = []
+        if self.found_inf is not None and not self.paged:
+            written = [part, *(local(state[name]) for name in state.keys() - {"step"})]
+        before = [tensor.clone() for tensor in written]
         self.kernels.update_step(group, part, 0, 0)
+        for old, new in zip(before, written, strict=True):
+            torch.where(self.found_inf > 0, old, new, out=new)
         part.grad = None
 
     def load_state_dict(self, state_dict: dict) -> None:

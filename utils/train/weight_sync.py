@@ -30,7 +30,7 @@ from ..run.distributed import (
     patience,
     set_timeout,
 )
-from ..run.errors import ConfigError, check
+from ..run.errors import ConfigError, check, story
 from ..run.signals import stop_after_step, stop_asked
 from .rollout import Completion
 
@@ -188,6 +188,7 @@ def generators_end(roles: Roles):
             broadcast(roles.joint, None)
         raise
     broadcast(roles.joint, None)
+    story.ended = range(roles.learners, roles.joint.size)
 
 
 def serve(draw: Callable, model: nn.Module, weights: list[Weight], roles: Roles) -> None:
