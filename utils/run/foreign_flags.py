@@ -47,16 +47,16 @@ def translate(texts: dict[str, str], kinds: dict) -> tuple:
     own = False  # whether a name is of llama-recipes alone
     for name, text in texts.items():
         short = name.rpartition(".")[2]  # such as train_config.model_name
-        if short not in kinds and short in TABLES["llama_recipes"]:
+        if short in kinds:
+            known[short] = text
+        elif short in TABLES["llama_recipes"]:
             own |= short not in TABLES["shared"]
             try:
                 implied |= _ours(f"--{name}", TABLES["llama_recipes"][short], text, kinds)
             except ConfigError as error:
                 problems += error.lines
         else:
-            known[short] = text
-            if short not in kinds:
-                problems.append(f"unknown flag --{short}: {meaning_of(short, kinds, text)}")
+            problems.append(f"unknown flag --{short}: {meaning_of(short, kinds, text)}")
     check(not problems, problems)
     if {"lora_rank", "param_dtype"} <= implied.keys():
         # pure_bf16 with LoRA: only the frozen base becomes bf16, the adapters stay in fp32.

@@ -80,10 +80,7 @@ def split_words(argv: list[str]) -> dict:
     texts = {}
     name = ""  # of the flag that waits for its value
     for word in argv:
-        check(
-            word not in ("-", "--"),
-            f"a lone {word} has no meaning: every setting is written --name value",
-        )
+        check(word not in ("-", "--"), f"a lone {word} has no meaning: flags are --name value")
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             name = name.replace("-", "_")
