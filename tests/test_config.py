@@ -153,6 +153,11 @@ def test_text_may_start_with_a_dash_after_an_equals_sign():
         (["--steps", "-5"], {"steps": -5}),
         (["--batch-size", "4", "--grad-accum=2"], {"batch_size": 4, "grad_accum": 2}),
         (["--attn", "sdpa"], {"attn": "sdpa"}),
+        (
+            ["--epochs", "3.0", "--lr", ".0", "--warmup=-2.0"],
+            {"epochs": 3, "lr": 0.0, "warmup": -2},
+        ),
+        (["--dtype", "float32"], {"dtype": "fp32"}),  # as torch calls it
     ],
 )
 def test_numbers_and_choices_are_read_by_the_type_of_their_field(argv, expected):
@@ -223,12 +228,26 @@ def test_a_choice_may_be_a_switch_too(argv, expected):
         (["--model", "--lr", "1"], "--model needs a value"),
         (["--attn"], "--attn needs a value"),
         (["stray"], "'stray'"),
+        (
+            ["a.yaml"],
+            "'a.yaml' belongs to no flag (fix: --config FILE if it is a file of settings,",
+        ),
+        (["lr=3"], "'lr=3' belongs to no flag (fix: --config FILE"),
+        (["lr=3"], "--name value if it is name=value,"),
+        (["--model", "a", "b"], "'b' belongs to no flag (fix: --config FILE"),
+        (["--model", "a", "b"], "and several values as one, with commas: --dataset a,b)"),
+        (["--model=a", "b"], "'b' belongs to no flag"),
+        (["-lr", "1"], "'-lr' belongs to no flag"),
         (["--model", "X", "stray"], "belongs to no flag"),
         (["-"], "a lone - has no meaning"),
         (["--model", "X", "-", "--lr", "1"], "a lone - has no meaning"),
-        # fire's own flags
         (["--", "--interactive"], "a lone -- has no meaning"),
         (["--interactive"], "unknown flag --interactive"),
+        # a name is as typed: its no is no switch
+        (["--no_wandb"], "unknown flag --no_wandb: "),
+        (["--non_blocking"], "unknown flag --non_blocking: nothing has to be set for it (fix: "),
+        (["--no_remove_unused_columns"], "unknown flag --no_remove_unused_columns: nothing has"),
+        (["--normalize_reward"], "unknown flag --normalize_reward: the advantage of a completion"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(argv, words):
@@ -335,6 +354,10 @@ def test_only_rank_0_prints_help(capsys, monkeypatch):
         ("batch-size: 3", {"batch_size": 3}),
         ("quantization: true", {"quantization": "8bit"}),
         ("model:", {}),
+        # as others write their defaults, and what is not set there
+        ("steps: null\nname: ~\nlr: NULL", {}),
+        ("fp16:\nspecial_tokens: null\nwandb_entity: ~", {}),
+        ("epochs: 3.0\ndtype: bfloat16", {"epochs": 3, "dtype": "bf16"}),
         ("\ufefflr: 1\r\nsteps: 2\r\n", {"lr": 1.0, "steps": 2}),
     ],
 )
@@ -361,7 +384,8 @@ def test_yaml_is_read_as_its_words_stand(text, expected, tmp_path):
         ("{{ lr }}: 1", "no lists and no mappings"),  # a template that nobody filled in
         ("lr: yes", "lr takes a finite number such as 0.001 or 1e-3, not 'yes'"),
         ("lr:", "lr takes a finite number"),
-        ("steps: 1.0", "not '1.0'"),
+        ("steps: 1.5", "not '1.5'"),
+        ("lr: 'null'", "lr takes a finite number"),  # a text
         ("- lr", "expected lines such as `lr: 1e-4`"),
         ("lr 1", "expected lines such as `lr: 1e-4`"),
         ("lr: 1\n---\nlr: 2", "another document"),
@@ -443,7 +467,7 @@ def test_a_program_may_give_a_path_and_no_misspelt_value(tmp_path):
     cfg = finetune.Config(model=tmp_path, lr=1, fit=True, adapter=None)
     assert cfg.adapter == ""  # not a folder None
     assert (cfg.model, cfg.lr, cfg.fit) == (str(tmp_path), 1.0, "same")
-    for setting in ({"save_dtype": "float32"}, {"optimizer": "adam"}, {"steps": 1.5}):
+    for setting in ({"save_dtype": "float8"}, {"optimizer": "adam"}, {"steps": 1.5}):
         (name,) = setting
         with pytest.raises(ConfigError, match=f"--{name} takes "):
             finetune.Config(**setting)
@@ -571,7 +595,11 @@ def test_data_path_names_the_rows_that_are_trained():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--use_peft", "--use_peft True needs --lora_rank, which is not here (fix: leave it out)"),
+        ("--use_peft", "--use_peft True needs --lora_rank: recipes that train adapters have it: "),
+        (
+            "--shard_x.sharding_group_size 2",
+            "needs --shard: it is no flag of this recipe (fix: leave",
+        ),
         ("--sharding_strategy NO_SHARD", "--sharding_strategy NO_SHARD: works with full_shard"),
         ("--peft_method prefix", "--peft_method prefix: works with lora only (fix: leave it out)"),
         ("--freeze_layers", "--freeze_layers True: works with false only"),
@@ -635,7 +663,9 @@ def test_each_hint_is_a_flag_of_a_recipe_or_a_sentence_with_a_remedy():
         assert flag in names or "(fix: " in ours, name
         if flag in names and value:
             kinds = kinds_of(finetune.Config)
-            assert read_value(*kinds[flag], name, value) == value
+            assert str(read_value(*kinds[flag], name, value)).lower() == value
+        if "(fix: " in ours:  # else it reads as `did you mean --flag?`
+            assert flag not in names | foreign_flags.HINTS.keys()
         # a setting of one recipe is explained in those that lack it
         assert name not in names or "(fix: " in ours
 
@@ -677,6 +707,32 @@ def test_frequent_flags_of_published_examples_are_answered_with_ours(theirs, our
         ("data.train_files", "did you mean --dataset?"),  # verl
         ("train.micro_batch_size", "did you mean --batch_size?"),  # litgpt
         ("use_gradient_checkpointing", "did you mean --activation_checkpointing full?"),  # Unsloth
+        ("system", "(fix: --chat_template FILE; if rows have their own, --columns system="),
+        (
+            "default_system",
+            'is the first line of a copy of the chat template, {%- set messages = [{"role"',
+        ),
+        (
+            "loftq_config",
+            "--loftq_config: LoRA begins as in its paper, B at zero (fix: leave it out,",
+        ),
+        ("pissa_init", "LoRA begins as in its paper"),
+        (
+            "model_revision",
+            "(fix: hf download OWNER/NAME --revision REV --local-dir DIR, and --model",
+        ),
+        ("nll_loss_coef", "did you mean --sft_weight? it is a flag of recipes/prefer.py"),
+        ("warmup_style", "did you mean --schedule?"),
+        ("video_max_pixels", "rows have pictures, and no videos (fix: leave it out)"),
+        ("quantization_method", "are NF4 in blocks of 64"),
+        ("additional_target", "did you mean --modules_to_save?"),
+        ("eos_token", "the end of a turn is that of the chat template (fix: "),
+        ("dataset_mixer_list", "(fix: leave it out, and --dataset a.jsonl:0.7,b.jsonl:0.3)"),
+        ("use_dft_loss", "the loss of tokens is plain cross-entropy (fix: leave it out;"),
+        ("mask_prompt", "did you mean --train_on?"),
+        ("grad_clip", "did you mean --clip_norm?"),
+        ("lora_query", "did you mean --lora_targets?"),
+        ("packing_strategy", "did you mean --packing?"),
         ("bnb_4bit_quant_type", "are NF4 in blocks of 64, computed in --dtype (fix: leave it out)"),
     ],
 )
@@ -702,10 +758,75 @@ def test_a_yaml_of_another_project_is_answered_key_by_key(tmp_path):
         " (fix: --eval_every N and --save_every N)",
         "7: special_tokens is no setting: new tokens are added before the run, and the end of a turn is"
         " that of the chat template (fix: leave it out; recipes/README.md, New tokens)",
-        "9: load_in_8bit is no setting: did you mean --quantization 8bit?",
+        "9: load_in_8bit is no setting: it is off here too (fix: leave it out)",
         "10: lr: one `name: value` a line, no lists and no mappings",
         "11: zzzzz is no setting: --help lists them all",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("load_in_4bit: false", "it is off here too (fix: leave it out)"),
+        ("fp16: False", "it is off here too"),
+        ("fp16: true", "did you mean --dtype fp16?"),
+        ("bf16: auto", "nothing has to be set for it (fix: leave it out)"),
+        ("bf16: false", "(fix: --dtype fp32, or --dtype fp16)"),
+        ("enable_activation_checkpointing: False", "it is off here too"),
+        ("enable_activation_checkpointing: True", "did you mean --activation_checkpointing full?"),
+        ("disable_gradient_checkpointing: true", "it is off here too"),
+        ("disable_gradient_checkpointing: false", "did you mean --activation_checkpointing full?"),
+        ("use_peft: false", "it is off here too"),
+        ("use_peft: true", "did you mean --lora_rank?"),
+        ("pure_bf16: true", "did you mean --param_dtype bf16?"),
+        ("finetuning_type: full", "it is off here too"),
+        ("finetuning_type: lora", "did you mean --lora_rank?"),
+        ("train_on_inputs: false", "it is so here (fix: leave it out)"),
+        ("train_on_inputs: true", "did you mean --train_on?"),
+        ("assistant_only_loss: true", "it is so here"),
+        ("template: qwen3", "an instruct model has a template of its own (fix: leave it out;"),
+        ("template: mine", "did you mean --chat_template?"),
+        ("neat_packing: true", "did you mean --packing true?"),
+        ("report_to: wandb", "did you mean --wandb true?"),
+        ("report_to: none", "it is off here too"),
+        ("optim: adamw_torch_fused", "did you mean --optimizer adamw?"),
+        (
+            "torch_dtype: bfloat16",
+            "--param_dtype bf16 is for little memory, small updates are rounded",
+        ),
+    ],
+)
+def test_what_is_off_in_a_yaml_is_not_answered_with_on(line, words, tmp_path):
+    (tmp_path / "theirs.yaml").write_text(line)
+    assert words in refusal("--config", str(tmp_path / "theirs.yaml"), cls=finetune.Config)
+    name, _, value = line.partition(": ")
+    if name not in foreign_flags.TABLES["llama_recipes"]:
+        assert words in refusal(f"--{name}", value, cls=finetune.Config)
+
+
+@pytest.mark.parametrize("name", foreign_flags.TABLES["shared"])
+def test_a_name_that_others_share_does_not_tell_of_llama_recipes(name, capsys):
+    value = {"bias": "none", "task_type": "CAUSAL_LM", "use_peft": "true"}.get(name, "4")
+    parse_cli(finetune.Config, [f"--{name}={value}", "--model=m", "--lora_rank=4"])
+    (line,) = capsys.readouterr().out.splitlines()  # what it is here, and no note
+    assert line.startswith(f"--{name}")
+    parse_cli(finetune.Config, [f"--{name}={value}", "--model_name=m", "--lora_rank=4"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("llama-recipes itself would train")
+
+
+def test_a_step_of_grpo_has_prompts_and_no_micro_batches(tmp_path):
+    (tmp_path / "theirs.yaml").write_text("gradient_accumulation_steps: 8")
+    for argv in (
+        ["--gradient_accumulation_steps", "8"],
+        ["--grad_accum", "8"],
+        ["--config", str(tmp_path / "theirs.yaml")],
+    ):
+        message = refusal(*argv, cls=grpo.Config)
+        assert (
+            "a step has --global_batch_size prompts: of TRL per_device_train_batch_size x"
+            in message
+        )
+        assert message.endswith("of verl ppo_mini_batch_size (fix: --global_batch_size N)")
 
 
 def test_advice_is_given_for_exact_names_only():
@@ -724,9 +845,20 @@ def test_advice_is_given_for_exact_names_only():
         ("--sync_ref_model true", "the reference is the model at its start"),
         ("--log_completions true", "OUT/samples.jsonl has"),
         ("--chat_template_kwargs {}", "(fix: --chat_template FILE, whose first line is"),
-        ("--system_prompt x", "(fix: --columns system=THEIRS, or a system turn in each row)"),
+        (
+            "--system_prompt x",
+            "(fix: --chat_template FILE; if rows have their own, --columns system=THEIRS)",
+        ),
         ("--n_samples_per_prompt 8", "did you mean --group_size?"),  # OpenRLHF
         ("--init_kl_coef 0.01", "did you mean --kl_beta?"),
+        ("--actor_rollout_ref.rollout.n 5", "in recipes/grpo.py it is --group_size,"),  # verl
+        ("--num_samples_per_prompt_rollout 8", "did you mean --group_size?"),  # open-instruct
+        ("--num_unique_prompts_rollout 8", "did you mean --global_batch_size?"),
+        ("--num_mini_batches 1", "--group_size completions of each of --global_batch_size"),
+        ("--ppo_epochs 1", "did you mean --epochs_per_rollout?"),
+        ("--clip_ratio_c 3", "is written out in policy_loss of recipes/grpo.py"),
+        ("--critic_learning_rate 9e-6", "there is no critic here (fix: leave it out)"),
+        ("--dpo_beta 0.1", "DPO is recipes/prefer.py; GRPO's beta is --kl_beta"),
     ],
 )
 def test_flags_of_trl_and_openrlhf_for_rewards_are_answered(argv, words):

@@ -442,6 +442,11 @@ BAD = [
         "messages[1].function_call: no key of a turn here",
     ),
     ({**calling(), "functions": TOOLS}, "functions: tools under another name"),
+    (  # SmolTalk 2
+        {**turns("user", "assistant"), "chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs: a run has one template (fix: rows of each value in a file of their own,"
+        " with a --chat_template FILE that sets it)",
+    ),
     (
         {"messages": [user(tool_calls=[CALL]), says()]},
         "messages[0].tool_calls: expected a list, in a turn of an assistant",
@@ -525,6 +530,12 @@ def test_a_bad_row_is_told_by_its_field(row, message):
     with pytest.raises(ValueError) as refused:  # noqa: PT011
         messages_of(row)
     assert message in str(refused.value)
+
+
+def test_no_values_for_the_template_are_ignored():
+    row = turns("user", "assistant")
+    for nothing in ({}, None):
+        assert messages_of({**row, "chat_template_kwargs": nothing}) == messages_of(row)
 
 
 def test_the_turns_of_both_dialects_are_read_under_either_key():

@@ -306,6 +306,7 @@ WRONG = [
     ({"prompt": [ASK, GOOD], "chosen": [GOOD], "rejected": [BAD]}, "prompt + chosen[2].role"),
     ({**TEXTS, "images": ["a.png"]}, "vision.py also pictures"),
     ({**TEXTS, "weight": 0.5}, "weight: 0.5: whole rows cannot be weighted"),
+    ({**TEXTS, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: a run has one template"),
 ]
 
 

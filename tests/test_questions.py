@@ -195,6 +195,18 @@ FAULTS = {
         {"prompt": "a", "image": "cat.png"},
         "vision.py also pictures if the model reads them",
     ),
+    "values for the template, beside a text": (
+        {"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}},
+        r"chat_template_kwargs: a run has one template \(fix: rows of each value in a file",
+    ),
+    "values for the template, beside turns": (
+        {"messages": [user("b")], "chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs: a run has one template",
+    ),
+    "values for the template, beside an instruction": (
+        {"instruction": "a", "output": "b", "chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs: a run has one template",
+    ),
     "no object": ([1], "expected object, got list"),
     "half of a surrogate pair": ({"prompt": "\ud800"}, "surrogates not allowed"),
     "too long": ({"prompt": "x" * 300}, r"\d+ tokens, and a prompt may have 200"),

@@ -90,6 +90,8 @@ PICTURES = (
 # key -> reason
 REFUSED = {
     "functions": "tools under another name (fix: --columns tools=functions)",
+    "chat_template_kwargs": "a run has one template (fix: rows of each value in a file of their own, with a"
+    " --chat_template FILE that sets it)",
     "message_tree_id": 'single messages of trees (fix: one row a path, {"messages": [...]})',
 }
 REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTURES)

@@ -13,8 +13,13 @@ FORMS_OF_PROMPTS = (
     'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
     " (fix: --columns prompt=THEIRS, or instruction=THEIRS,input=THEIRS; texts: eval.py --task perplexity)"
 )
-# Keys that belong to the prompt beside its turns, and keys of pictures, which to_messages refuses.
-EXTRAS = ("system", "tools", *(key for key, reason in REFUSED.items() if reason == PICTURES))
+# Keys that belong to the prompt beside its turns, and those that to_messages refuses.
+EXTRAS = (
+    "system",
+    "tools",
+    "chat_template_kwargs",
+    *(key for key, reason in REFUSED.items() if reason == PICTURES),
+)
 
 NO_COLUMNS = {"prompt", "messages", "conversations", *EXTRAS}
 OF_ALPACA = ("instruction", "input", "history", *EXTRAS)  # the keys of an alpaca row's prompt

@@ -2,8 +2,8 @@
 
 foreign_flags.yaml beside this file has two tables. `llama_recipes` maps each of its names to our flags, to
 our flags for each value that works, or to the reason why nothing has to be set. `hints` lists, for each of
-our flags, with or without a value, or for a sentence of advice, the names in TRL and transformers'
-TrainingArguments, LLaMA-Factory, Axolotl and torchtune; it is used in messages only.
+our flags, with or without a value, or for a sentence of advice, the names, or name=value, in TRL and
+transformers' TrainingArguments, LLaMA-Factory, Axolotl and torchtune; it is used in messages only.
 """
 
 import difflib
@@ -18,8 +18,10 @@ TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 HINTS = {name: ours for ours, theirs in TABLES["hints"].items() for name in theirs.split()}
 
 
-def meaning_of(name: str, kinds: dict) -> str:
-    """Which of our settings an unknown name may mean, or advice about it."""
+def meaning_of(name: str, kinds: dict, text: str) -> str:
+    """Which of our settings an unknown name, whose value is `text`, may mean, or advice about it."""
+    valued = f"{name}={text}".lower()
+    name = valued if valued in HINTS else name
     known = HINTS | {name: name for name in kinds}
     near = difflib.get_close_matches(name.lower(), known, cutoff=0.8)
     ours = known[near[0]] if near else ""
@@ -36,26 +38,30 @@ def translate(texts: dict[str, str], kinds: dict) -> tuple:
     """Translate flags of llama-recipes to ours; each one prints a line.
 
     Returns (our flags as typed, settings that those of llama-recipes imply; --config and our own flags
-    override these). texts: the typed value of each flag. kinds: our settings. Any other name is returned
-    without the sections before it. Raises ConfigError with a line for each flag that has no translation.
+    override these). texts: the typed value of each flag. kinds: our settings. Raises ConfigError with a line
+    for each flag that has no translation.
     """
     known = {}
     implied = {}
     problems = []
+    own = False  # whether a name is of llama-recipes alone
     for name, text in texts.items():
         short = name.rpartition(".")[2]  # such as train_config.model_name
-        if short not in kinds and short in TABLES["llama_recipes"]:
+        if short in kinds:
+            known[short] = text
+        elif short in TABLES["llama_recipes"]:
+            own |= short not in TABLES["shared"]
             try:
                 implied |= _ours(f"--{name}", TABLES["llama_recipes"][short], text, kinds)
             except ConfigError as error:
                 problems += error.lines
         else:
-            known[short] = text
+            problems.append(f"unknown flag --{short}: {meaning_of(short, kinds, text)}")
     check(not problems, problems)
     if {"lora_rank", "param_dtype"} <= implied.keys():
         # pure_bf16 with LoRA: only the frozen base becomes bf16, the adapters stay in fp32.
         implied["dtype"] = implied.pop("param_dtype")
-    if implied and "lr" in kinds:
+    if own and implied and "lr" in kinds:
         print0(TABLES["llama_recipes_note"])
     return known, implied
 
@@ -77,5 +83,8 @@ def _ours(flag, meaning, text, kinds):
         else f"{flag} has no meaning here: {meaning or 'it is what happens anyway'}"
     )
     for name in settings:
-        check(name in kinds, f"{flag} needs --{name}, which is not here (fix: leave it out)")
+        check(
+            name in kinds,
+            f"{flag} needs --{name}: {HINTS.get(name, 'it is no flag of this recipe (fix: leave it out)')}",
+        )
     return {name: value or text for name, value in settings.items()}

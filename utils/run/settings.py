@@ -15,16 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-import fire
 import yaml
-from fire.decorators import SetParseFn
 
 from .errors import ConfigError, check, print0
 from .files import did_you_mean, replace_file
 
 SWITCH = dict.fromkeys("true yes on 1".split(), True)
 SWITCH |= dict.fromkeys("false no off 0".split(), False)
-BARE = "True"  # what fire gives for a flag without a value
+BARE = "True"  # the text of a flag without a value
 LEAST = {"batch_size": 1, "epochs": 1, "seq_len": 2, "log_every": 1, "timeout": 1}
 NUMBERS = {int: "a whole number such as 1000", float: "a finite number such as 0.001 or 1e-3"}
 
@@ -61,8 +59,10 @@ def parse_cli(
             from .foreign_flags import translate
 
             texts, implied = translate(texts, kinds)
-    unknown = [name for name in texts if name not in kinds]
-    check(not unknown, [f"unknown flag --{name}: {hint(name, kinds)}" for name in unknown])
+    check(
+        texts.keys() <= kinds.keys(),
+        f"unknown flag --{', --'.join(sorted(texts.keys() - kinds))}: --help lists them all",
+    )
 
     def read(texts):
         return {name: read_value(*kinds[name], f"--{name}", text) for name, text in texts.items()}
@@ -74,24 +74,28 @@ def parse_cli(
 
 
 def split_words(argv: list[str]) -> dict:
-    """The text of each flag by name, as fire splits a command line. If a flag is given twice, the last one
-    counts, as launch scripts that append flags expect, and a line says so.
+    """The text of each flag by name; the names are as typed, but with _ for -. If a flag is given twice, the
+    last one counts, as launch scripts that append flags expect, and a line says so.
     """
-    form = "every setting is written --name value"
-    for word in argv:
-        check(word not in ("-", "--"), f"a lone {word} has no meaning: {form}")
     texts = {}
-
-    @SetParseFn(str)  # otherwise fire converts 1e5, a,b and foo#bar
-    def collect(*stray, **flags):
-        check(not stray, f"{stray[:1]!r} belongs to no flag: {form}")
-        texts.update(flags)
-
-    fire.Fire(collect, command=argv)
-    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    for flag in sorted({*flags}):
-        if flags.count(flag) > 1:
-            print0(f"{flag} is given twice: the last one counts")
+    name = ""  # of the flag that waits for its value
+    for word in argv:
+        check(word not in ("-", "--"), f"a lone {word} has no meaning: flags are --name value")
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            name = name.replace("-", "_")
+            if name in texts:
+                print0(f"--{name} is given twice: the last one counts")
+            texts[name] = text if equals else BARE
+            name = "" if equals else name
+        else:
+            check(
+                name,
+                f"{word!r} belongs to no flag (fix: --config FILE if it is a file of settings, --name value"
+                " if it is name=value, and several values as one, with commas: --dataset a,b)",
+            )
+            texts[name] = word
+            name = ""
     return texts
 
 
@@ -113,28 +117,20 @@ def read_value(kind: type, bare: str | None, where: str, text: str) -> object:
         check(word in SWITCH, f"{where} takes true or false, not '{text}'")
         return SWITCH[word]
     if text == BARE or (bare and SWITCH.get(word)):
-        check(bare, f"{where} needs a value; one that starts with - as {where}=VALUE")
+        check(bare, f"{where} needs a value; one that starts with -- as {where}=VALUE")
         return bare
     if kind in NUMBERS:
         number = math.nan
         with suppress(ValueError):
-            number = kind(text)
+            number = kind(text if kind is float else text.removesuffix(".0"))
         check(math.isfinite(number), f"{where} takes {NUMBERS[kind]}, not '{text[:60]}'")
         return number
     words = typing.get_args(kind)
     if not words:
         return text
+    word = word.replace("bfloat", "bf").replace("float", "fp")  # such as bfloat16, torch's name
     check(word in words, f"{where} takes one of {', '.join(map(str, words))}; not '{text}'")
     return word
-
-
-def hint(name: str, kinds: dict) -> str:
-    """What the user may have meant by an unknown name, or advice about a name of another project."""
-    with suppress(ModuleNotFoundError):  # a copy of utils may lack it
-        from .foreign_flags import meaning_of
-
-        return meaning_of(name, kinds)
-    return "--help lists them all"
 
 
 def from_settings(cls: type, cfg: object, **values: object):
@@ -220,12 +216,12 @@ def save_config(cfg: object, path: Path) -> None:
 def read_yaml(cls: type, path: str | Path, others=()) -> dict:
     """The settings of a flat YAML file, except those named in `others`. ConfigError names the line.
 
-    Values are read from their text, as flags are. YAML's own conversions (no to False, 1e-4 to text, 010 to
-    8) do not apply.
+    `null` means the default, and an unknown name without a value is skipped. Values are read from their text,
+    as flags are. YAML's own conversions (no to False, 1e-4 to text, 010 to 8) do not apply.
     """
     kinds = kinds_of(cls)
     try:
-        root = yaml.compose(Path(path).read_text("utf-8-sig"), Loader=yaml.BaseLoader)
+        root = yaml.compose(Path(path).read_text("utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = str(getattr(error, "strerror", error))
         raise ConfigError(
@@ -239,10 +235,17 @@ def read_yaml(cls: type, path: str | Path, others=()) -> dict:
     for key, node in root.value:
         at = f"{path}:{key.start_mark.line + 1}: {key.value}"
         name = str(key.value).replace("-", "_")
-        if name in others:
+        if name in others or (
+            node.tag == "tag:yaml.org,2002:null" and (node.value or name not in kinds)
+        ):
             continue
         if type(key) is yaml.ScalarNode and name not in kinds:
-            problems.append(f"{at} is no setting: {hint(name, kinds)}")
+            advice = "--help lists them all"
+            with suppress(ModuleNotFoundError):  # a copy of utils may lack it
+                from .foreign_flags import meaning_of
+
+                advice = meaning_of(name, kinds, node.value)
+            problems.append(f"{at} is no setting: {advice}")
         elif not type(key) is type(node) is yaml.ScalarNode:
             problems.append(f"{at}: one `name: value` a line, no lists and no mappings")
         else:
