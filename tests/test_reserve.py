@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 from test_memory_plan import PLENTY, of_llama
 
 from utils.plan.fit import compare_reserved, room_sentence
@@ -41,12 +42,17 @@ def test_the_pools_of_all_streams_hold_at_least_what_is_alive_and_one_rank_has_f
 
 
 def test_copies_of_the_model_keep_what_was_all_reduced_until_the_backward_ends():
-    """All of a rank's gradients once more in fp32, where it does not become the gradient itself."""
-    one, two = (need_of(of_llama(rows=2, sync_each_microbatch=True, replicate=n)) for n in (1, 2))
-    assert one.peak and two.peak, one.why + two.why  # noqa: PT018
-    grown = two.peak.pools["reduce-scatter"] - one.peak.pools["reduce-scatter"]
-    assert 0.7 * one.states.gradients < grown <= one.states.gradients
-    assert one.peak.pools["compute"] == two.peak.pools["compute"]
+    """All of a rank's gradients once more, in fp32, unless it becomes the gradient itself."""
+    in_fp32 = of_llama(rows=2, sync_each_microbatch=True)
+    for asked in (in_fp32, replace(in_fp32, param_dtype=torch.bfloat16)):
+        one, two = (need_of(replace(asked, replicate=n)) for n in (1, 2))
+        assert one.peak and two.peak, one.why + two.why  # noqa: PT018
+        if asked == in_fp32:
+            assert two.peak.pools == one.peak.pools | {"all-reduce": 0}
+        else:
+            assert two.peak.pools["reduce-scatter"] == 2 * one.states.gradients  # which are bf16
+            assert two.peak.pools["all-reduce"] > one.states.gradients
+            assert two.peak.pools["compute"] == one.peak.pools["compute"]
 
 
 def test_what_must_be_there_is_what_is_alive_and_more_on_several_gpus():
