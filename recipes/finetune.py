@@ -321,7 +321,10 @@ def main(cfg: Config) -> Path:
         f"batch     {global_batch} = {cfg.batch_size} rows x {world.size} ranks x {micro_batches}"
         f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
-    print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
+    print0(
+        f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule};"
+        f" weight decay {cfg.weight_decay:g}, betas {BETAS}"
+    )
     print0(plan.text, ready=True)
 
     # --- build: the structure that is trained -----------------------------------------------------

@@ -404,7 +404,10 @@ def main(cfg: Config) -> Path:
         f" {learners} ranks with {micro_batches} micro-batches of at most {cfg.batch_size}; {steps} steps;"
         f" loss {cfg.loss}, scale_rewards {cfg.scale_rewards}"
     )
-    print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
+    print0(
+        f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule};"
+        f" weight decay {cfg.weight_decay:g}, betas {BETAS}"
+    )
     print0(plan.text, ready=True)
     if roles:
         print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")

@@ -27,7 +27,7 @@ class Story:
     act: str = "parse"
     stopped: int = 0  # the number of a signal that ends the run
     code: int = 0  # the exit code, after a signal that asked for a checkpoint
-    ended: Sequence[int] = ()  # ranks that have ended as they should, before the others
+    ended: range = range(0)  # ranks that have ended as they should, before the others
     planned: str = ""  # the planned memory, as part of a message
     # finds flags that need less memory; called only if memory runs out
     less_memory: Callable = lambda: "fewer ranks, or more memory"
