@@ -233,7 +233,7 @@ def test_a_choice_may_be_a_switch_too(argv, expected):
             "'a.yaml' belongs to no flag (fix: --config FILE if it is a file of settings,",
         ),
         (["lr=3"], "'lr=3' belongs to no flag (fix: --config FILE"),
-        (["lr=3"], "--name value if it is name=value,"),
+        (["lr=3"], "--name value if it is -name or name=value,"),
         (["--model", "a", "b"], "'b' belongs to no flag (fix: --config FILE"),
         (["--model", "a", "b"], "and several values as one, with commas: --dataset a,b)"),
         (["--model=a", "b"], "'b' belongs to no flag"),
@@ -781,7 +781,8 @@ def test_a_yaml_of_another_project_is_answered_key_by_key(tmp_path):
         ("pure_bf16: true", "did you mean --param_dtype bf16?"),
         ("finetuning_type: full", "it is off here too"),
         ("finetuning_type: lora", "did you mean --lora_rank?"),
-        ("train_on_inputs: false", "it is so here (fix: leave it out)"),
+        ("train_on_inputs: false", "it is so here, but in recipes/pretrain.py, which"),
+        ("load_in_4bit: no", "it is off here too"),
         ("train_on_inputs: true", "did you mean --train_on?"),
         ("assistant_only_loss: true", "it is so here"),
         ("template: qwen3", "an instruct model has a template of its own (fix: leave it out;"),
@@ -826,7 +827,7 @@ def test_a_step_of_grpo_has_prompts_and_no_micro_batches(tmp_path):
             "a step has --global_batch_size prompts: of TRL per_device_train_batch_size x"
             in message
         )
-        assert message.endswith("of verl ppo_mini_batch_size (fix: --global_batch_size N)")
+        assert "of verl ppo_mini_batch_size (fix: --global_batch_size N there; leave" in message
 
 
 def test_advice_is_given_for_exact_names_only():

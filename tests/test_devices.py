@@ -212,20 +212,22 @@ def test_the_group_of_a_program_that_sets_no_variables_gives_rank_and_size():
 
 def test_machines_with_different_code_are_refused(tmp_path):
     """Each would train in its own way, or wait for a collective that the other does not have."""
-    shutil.copytree(ROOT / "utils", tmp_path / "utils")
-    with open(tmp_path / "utils" / "plan" / "pictures.py", "a") as file:
+    start = "from utils.run.distributed import init_distributed\n\ninit_distributed()\n"
+    for folder in ("there", "here"):
+        shutil.copytree(ROOT / "utils", tmp_path / folder / "utils")
+        (tmp_path / folder / "train.py").write_text(start)
+    with open(tmp_path / "here/utils/plan/pictures.py", "a") as file:
         file.write("# edited on this machine only\n")
+    (tmp_path / "here/utils/run/.#settings.py").symlink_to("me@host.123")  # Emacs has it open
     env = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    start = "from utils.run.distributed import init_distributed; init_distributed()"
     machines = [
         subprocess.Popen(
-            [sys.executable, "-c", start],
-            cwd=cwd,
+            [sys.executable, tmp_path / folder / "train.py"],
             env=env | {"RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, cwd in enumerate((ROOT, tmp_path))
+        for rank, folder in enumerate(("there", "here"))
     ]
     for machine in machines:
         said = machine.communicate()[1]

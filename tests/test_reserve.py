@@ -53,6 +53,10 @@ def test_copies_of_the_model_keep_what_was_all_reduced_until_the_backward_ends()
             assert two.peak.pools["reduce-scatter"] == 2 * one.states.gradients  # which are bf16
             assert two.peak.pools["all-reduce"] > one.states.gradients
             assert two.peak.pools["compute"] == one.peak.pools["compute"]
+    # vision.py then adds each micro-batch's gradients, the second's to those that there are
+    one, two = (need_of(replace(in_fp32, separates=True, replicate=n)) for n in (1, 2))
+    grown = two.peak.pools["reduce-scatter"] - one.peak.pools["reduce-scatter"]
+    assert 0.7 * one.states.gradients < grown <= one.states.gradients
 
 
 def test_what_must_be_there_is_what_is_alive_and_more_on_several_gpus():

@@ -139,15 +139,15 @@ def load_tokenizer(folder: Path | str, chat_template="", trust_remote_code=False
     from transformers import AutoTokenizer
 
     with others_code(
-        f"{folder}: its tokenizer cannot be read",
-        "fetch its files, such as tokenizer.json; --trust_remote_code, if it is code that you have read",
+        f"{folder}: no tokenizer here, or one that cannot be read",
+        "a folder with its tokenizer.json or .model; --trust_remote_code, if it is code that you have read",
     ):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     # Without files, transformers makes some tokenizers with an empty vocabulary.
     check(
-        tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder) + 1,
+        tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder),
         f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json (fix: add one"
         " that others made of it, or another --model; a tiktoken file with code of its own is not enough)",
     )

@@ -382,9 +382,9 @@ class Replay:
             self.free("gradients", cast - new_grads, stream)
         freed = output if cast else output - new_grads
         self.free("gradients", freed, REDUCE)
-        if stream == ALL_REDUCE and (cast or not stays):
+        if stream == ALL_REDUCE and (cast or not stays or self.setting.separates):
             # FSDPParamGroup._all_reduce_state keeps the all-reduced tensor until the backward ends. Else that
-            # tensor becomes the gradient itself, with the sum of earlier micro-batches: `reduces_once`.
+            # tensor becomes the gradient itself, with the sum of earlier micro-batches: see `reduces_once`.
             self.add("all-reduced", freed, REDUCE)
 
 

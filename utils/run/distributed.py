@@ -115,7 +115,8 @@ def init_distributed(use_gpu=True) -> World:
             " (fix: another --master_port, or torchrun --standalone)"
         ) from None
     code = {"torch": torch.__version__, "transformers": version("transformers")}
-    for file in Path(__file__).parents[1].rglob("*.py"):
+    # [!.]: an editor's lock of an open file is a hidden link that leads nowhere
+    for file in Path(__file__).parents[1].rglob("[!.]*.py"):
         code[f"{file.parent.name}/{file.name}"] = zlib.crc32(file.read_bytes())
     agree(world, code, "code")
     if device.type == "cuda":
@@ -131,11 +132,10 @@ def check_architecture(capability: tuple, built_for: list[str]) -> None:
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/#application-compatibility
     """
     for architecture in built_for:
-        if architecture.startswith("gfx"):  # AMD's, such as gfx942: torch itself says what it lacks
-            return
-        kind, digits = re.match(r"(\w+)_(\d+)", architecture).groups()
-        built = divmod(int(digits), 10)  # (major, minor)
-        if built <= capability and (built[0] == capability[0] or kind == "compute"):
+        # AMD's, such as gfx942, have no digits here, and pass: torch itself says what it lacks
+        kind, digits = re.match(r"(sm_|compute_|gfx\d+)(\d*)", architecture).groups()
+        built = divmod(int(digits or 0), 10)  # (major, minor)
+        if built <= capability and (built[0] == capability[0] or kind != "sm_"):
             return
     raise ConfigError(
         f"this GPU has compute capability {'.'.join(map(str, capability))}, and torch {torch.__version__} has"

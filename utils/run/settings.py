@@ -87,12 +87,13 @@ def split_words(argv: list[str]) -> dict:
             if name in texts:
                 print0(f"--{name} is given twice: the last one counts")
             texts[name] = text if equals else BARE
-            name = "" if equals else name
+            if equals:
+                name = ""
         else:
             check(
                 name,
                 f"{word!r} belongs to no flag (fix: --config FILE if it is a file of settings, --name value"
-                " if it is name=value, and several values as one, with commas: --dataset a,b)",
+                " if it is -name or name=value, and several values as one, with commas: --dataset a,b)",
             )
             texts[name] = word
             name = ""

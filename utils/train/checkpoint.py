@@ -86,12 +86,7 @@ class CheckpointSaver(AbstractContextManager):
         check_space(self.folder.parent, sum(t.nbytes for t in tensors.values()), self.world)
         temporary = self.folder / f".tmp_{final.name}_{self.token}"
         self.writer = _Writer(temporary, final, state | {"step": step, "cwd": self.cwd}, self.keep)
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        # Without this key, DCP could reuse the plan of an earlier run in this process, with other dtypes.
-        planner._cached_plans_key = self.token
-        save = partial(
-            dcp.save, storage_writer=self.writer, planner=planner, process_group=self.group
-        )
+        save = partial(dcp.save, storage_writer=self.writer, process_group=self.group)
         if self.background:
             self.pending = self.background.submit(save, tensors)
         else:
