@@ -522,9 +522,9 @@ def main(cfg: Config) -> Path:
                 group["lr"] = lr * group["scale"]
             losses = []
             for number, batch in enumerate(batches, 1):
-                last = loader.separates or number == len(batches)
-                model.set_requires_gradient_sync(cfg.sync_each_microbatch or last)
-                model.set_requires_all_reduce(last or not reduces_once)
+                completes = loader.separates or number == len(batches)  # no later sum is waited for
+                model.set_requires_gradient_sync(cfg.sync_each_microbatch or completes)
+                model.set_requires_all_reduce(completes or not reduces_once)
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
                 loss = summed_cross_entropy(model, batch)  # (); never holds (B, T, V)
                 # The mean over the trained tokens of the global batch; world.size undoes FSDP's mean.

@@ -67,6 +67,7 @@ OTHER_FLAG = [
         "    beta2: float = 0.95  # of AdamW's second moment\n    clip_norm: float = 1.0",
     ),
     (RECIPE, "BETAS = (0.9, 0.95)  # of AdamW\n", ""),
+    (RECIPE, "betas {BETAS}", "betas (0.9, {cfg.beta2:g})"),
     (RECIPE, "lr=cfg.lr, betas=BETAS, fused=True", "lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True"),
     (RECIPE, "lr=cfg.lr, betas=BETAS, paged", "lr=cfg.lr, betas=(0.9, cfg.beta2), paged"),
 ]

@@ -77,14 +77,14 @@ def _ours(flag, meaning, text, kinds):
         meaning = meaning[value]
         flag = f"{flag} {text}"
     settings = dict(re.findall(r"--(\w+) ?((?!--)\S*)", meaning))
-    print0(
-        f"{flag} is {meaning} here"
-        if settings
-        else f"{flag} has no meaning here: {meaning or 'it is what happens anyway'}"
-    )
     for name in settings:
         check(
             name in kinds,
             f"{flag} needs --{name}: {HINTS.get(name, 'it is no flag of this recipe (fix: leave it out)')}",
         )
+    print0(
+        f"{flag} is {meaning} here"
+        if settings
+        else f"{flag} has no meaning here: {meaning or 'it is what happens anyway'}"
+    )
     return {name: value or text for name, value in settings.items()}
