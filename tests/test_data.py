@@ -149,7 +149,7 @@ def test_up_to_ten_faults_are_listed(write, tokenizer):
         [{"role": "bot"}],
         [{"role": "user"}],
     ]
-    bad = ["{]", *(json.dumps({"messages": value}) for value in values), "5", "[]"]
+    bad = ["{]", *(json.dumps({"messages": value}) for value in values), "5", "null"]
     lines = refusal(
         load_examples, write("bad.jsonl", "\n".join([LINE, *bad])), tokenizer, 64
     ).splitlines()

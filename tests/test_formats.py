@@ -95,6 +95,17 @@ def test_turns_may_be_json_text_as_in_a_csv():
         renamed({"messages": "[{'role': 'user'}]"}, {})
 
 
+def test_turns_that_are_plain_texts_are_of_the_user_and_the_assistant_by_turns():
+    """As in LIMA (conversations) and UltraChat (data)."""
+    texts = ["Hi", "Hello", "And?", "Fine"]
+    chat = [user("Hi"), says("Hello"), user("And?"), says("Fine")]
+    assert messages_of({"conversations": texts, "source": "wikihow"}) == (chat, None)
+    row, form = renamed({"id": "0", "data": texts}, {"messages": "data"})
+    assert (messages_of(row), form) == ((chat, None), "chat")
+    briefly = {"role": "system", "content": "Briefly"}
+    assert messages_of({"messages": texts, "system": "Briefly"}) == ([briefly, *chat], None)
+
+
 def test_padding_of_token_ids_is_left_out():
     row = {"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]}
     for labels, mask in (({}, [1, 1, 1]), ({"labels": [-100, -100, 6, 7, -100]}, [0, 1, 1])):
@@ -360,10 +371,11 @@ def test_null_fields_of_a_turn_as_openais_client_writes_them_are_no_calls_and_no
 
 BAD = [
     ({"messages": None}, "messages: expected list, got null"),
-    (  # LIMA
-        {"conversations": ["Hi", "Hello"], "source": "wikihow"},
-        'conversations[0]: expected object, got text (fix: {"role": "user", "content": ...})',
+    (
+        {"conversations": [5], "source": "wikihow"},
+        'conversations[0]: expected object, got number (fix: {"role": "user", "content": ...})',
     ),
+    ({"conversations": ["Hi", " "]}, "conversations[1].content: empty"),
     ({"messages": [{"content": "Hi"}]}, "messages[0].role: missing; there are only 'content'"),
     (  # OpenAssistant/oasst1
         {

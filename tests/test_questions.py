@@ -207,7 +207,7 @@ FAULTS = {
         {"instruction": "a", "output": "b", "chat_template_kwargs": {"enable_thinking": False}},
         "chat_template_kwargs: a run has one template",
     ),
-    "no object": ([1], "expected object, got list"),
+    "no object": (1, "expected object, got number"),
     "half of a surrogate pair": ({"prompt": "\ud800"}, "surrogates not allowed"),
     "too long": ({"prompt": "x" * 300}, r"\d+ tokens, and a prompt may have 200"),
 }

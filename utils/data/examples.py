@@ -18,9 +18,8 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from ..run.errors import check, escaped, first_five, print0, rank
+from ..run.errors import check, first_five, print0
 from ..run.files import replace_file
 from ..run.units import IGNORE, seed_of
 from .encode import TWICE, Part, Rows, chunks, encode_rows
@@ -30,7 +29,7 @@ from .rows import Source, find_sources
 # Data of up to so many bytes is tokenized again at each start. The tokens of larger data are cached on
 # disk: see cache.py.
 SMALL = 2**24
-SAID = 2**20  # rows after which a line is printed
+SAID = 2**17  # rows after which a line is printed
 MORE_ROWS = 100_000  # rows that are read after the first bad row, to find others
 ARRAYS = {  # the arrays of tokenized rows: one file each, row after row
     "ids": torch.uint16,  # or int32, which read_tokens recognizes by the file's double size
@@ -225,29 +224,22 @@ def check_positions(model: nn.Module, *parts: Examples | None, longest=0) -> Non
 
 
 def load_examples(rows: Rows, tokenizer) -> Examples:
-    """Read and tokenize a data set. Rank 0 shows a bar if standard error is a terminal.
+    """Read and tokenize a data set.
 
     A row that has no trained token after it was cut is dropped and counted. ConfigError for bad rows (the
     first ten, and the number of others), and if all rows were dropped.
     """
     sources = find_sources(rows.dataset)
-    size_bytes = sum(
-        file.stat().st_size for source in sources for file in source.files if file.is_file()
-    )
+    size_bytes = sum(file.stat().st_size for source in sources for file in source.files)
     encode = partial(encode_rows, tokenizer=tokenizer, rows=rows)
-    with tqdm(
-        desc=f"tokenizing {escaped(rows.dataset)}",
-        unit=" rows",
-        disable=rank() > 0 or None,  # None: disabled if not a terminal
-    ) as bar:
-        write = partial(write_tokens, sources, rows, bar)
-        if size_bytes > SMALL and not rows.max_rows:
-            from .cache import cached_tokens
+    write = partial(write_tokens, sources, rows)
+    if size_bytes > SMALL and not rows.max_rows:
+        from .cache import cached_tokens
 
-            return read_tokens(cached_tokens(sources, encode, write, read_tokens))
-        with TemporaryDirectory() as folder:
-            write(folder, partial(map, encode))
-            return read_tokens(folder)
+        return read_tokens(cached_tokens(sources, encode, write, read_tokens))
+    with TemporaryDirectory() as folder:
+        write(folder, partial(map, encode))
+        return read_tokens(folder)
 
 
 def load_data(rows: Rows, tokenizer, load=load_examples) -> tuple:
@@ -270,7 +262,6 @@ def load_data(rows: Rows, tokenizer, load=load_examples) -> tuple:
 def write_tokens(
     sources: list[Source],
     rows: Rows,
-    bar: tqdm,
     folder: Path | str,
     encode_chunks: Callable,
 ) -> None:
@@ -297,7 +288,6 @@ def write_tokens(
                 texts = [text.encode("utf-8", "surrogateescape") for text in getattr(part, name)]
                 add(name, b"".join(texts))
                 add(f"{name}_sizes", array("q", map(len, texts)))
-            bar.update(part.rows)
             if total.rows % SAID < part.rows:
                 print0(f"tokens    of {total.rows:,} rows are made")
             if total.bad and rows.bad_rows == "error":

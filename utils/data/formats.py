@@ -273,6 +273,8 @@ def conversation(row: dict, notes: Counter, key: str) -> Read:
         last_role = "system"
     for i, turn in enumerate(typed(row, key, list)):
         path = f"{key}[{i}]"
+        if isinstance(turn, str):  # the texts of both, by turns
+            turn = {"role": ("user", "assistant")[i % 2], "content": turn}
         if not isinstance(turn, dict):
             raise ValueError(
                 f'{path}: expected object, got {json_name(turn)} (fix: {{"role": "user", "content": ...}})'

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..run.errors import check, first_five, others_code
 from ..run.files import did_you_mean, impostor
-from .formats import json_name
+from .formats import TURNS, json_name
 
 KINDS = ".jsonl .json .csv .parquet .txt .md".split()
 OTHERS = ".tsv .zst .xz .bz2".split()  # also hold rows, but cannot be read
@@ -40,9 +40,13 @@ def as_object(value: object) -> dict:
     """Decode a raw row. ValueError if it is no JSON object."""
     if isinstance(value, bytes):
         try:
-            value = json.loads(value.decode(), parse_constant={}.get)  # NaN of pandas is null
+            value = json.loads(
+                value.decode("utf-8-sig"), parse_constant={}.get
+            )  # NaN of pandas is null
         except ValueError as error:
             raise ValueError(f"not JSON in UTF-8: {error}") from None
+    if isinstance(value, list):
+        value = {"messages": value}
     if not isinstance(value, dict):
         raise ValueError(f"expected object, got {json_name(value)}")
     if None in value:  # the csv module collects surplus fields under None
@@ -170,9 +174,9 @@ def read_file(path: Path) -> RawRows:
             for number, line in enumerate(file, start=1):
                 where = f"{path}:{number}"
                 if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
                     check(
-                        line.strip() != b"{" and not line.startswith(b"["),
+                        line.strip() != b"{"
+                        and (not line.startswith(b"[") or re.match(TURNS.encode(), line)),
                         f"{where}: not one object a line; an array belongs in a .json file",
                     )
                 if line.strip():
