@@ -50,7 +50,7 @@ def parse_cli(
         sys.exit(0)
     texts = split_words(argv)
     path = texts.pop("config", "")
-    from_file = read_yaml(cls, path, others) if path else {}
+    from_file = read_yaml(cls, read_value(str, None, "--config", path), others) if path else {}
     if without_effect := [f"--{name}" for name in others if texts.pop(name, "")]:
         print0(f"without effect here: {', '.join(without_effect)}")
     implied = {}
@@ -80,7 +80,6 @@ def split_words(argv: list[str]) -> dict:
     texts = {}
     name = ""  # of the flag that waits for its value
     for word in argv:
-        check(word not in ("-", "--"), f"a lone {word} has no meaning: flags are --name value")
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             name = name.replace("-", "_")
