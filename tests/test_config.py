@@ -241,7 +241,7 @@ def test_a_choice_may_be_a_switch_too(argv, expected):
         (["--model", "X", "stray"], "belongs to no flag"),
         (["-"], "'-' belongs to no flag"),
         (["--model", "X", "-", "--lr", "1"], "'-' belongs to no flag"),
-        (["--", "x"], "unknown flag --"),
+        (["--"], "unknown flag --: "),
         (["--config"], "--config needs a value"),
         (["--config", "--lr", "1"], "--config needs a value"),
         (["--interactive"], "unknown flag --interactive"),
