@@ -491,7 +491,7 @@ def pictures_of(cfg: Config, asked: Setting):
         if settings := getattr(config, "_image_processor", None):
             folder = made
             Path(made, "preprocessor_config.json").write_text(json.dumps(settings))
-        processor = transformers.AutoImageProcessor.from_pretrained(folder)
+        processor = transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         pictures = blank_pictures(model, processor, sizes)
         tokens = pictures.rows_of(1).ids.shape[1]
     check(

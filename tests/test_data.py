@@ -435,8 +435,8 @@ def test_bad_rows_are_dropped_counted_and_listed_if_asked(write, tokenizer, tmp_
     assert len(refusal(load_examples, file, tokenizer, 64).splitlines()) == 4
     examples = load_examples(file, tokenizer, 64, bad_rows="drop")
     assert [item.where for item in examples] == ["chat.jsonl:2", "chat.jsonl:5", "chat.jsonl:7"]
-    assert examples.dropped == {"bad rows": 4}
-    assert "4 dropped: bad rows" in examples.summary()
+    assert [*examples.dropped.values()] == [4]
+    assert "4 dropped: bad rows (the first: chat.jsonl:1: messages[1].role" in examples.summary()
     write_bad_rows(tmp_path, 1, examples, None)
     assert not (tmp_path / "bad_rows.jsonl").exists()
     write_bad_rows(tmp_path, 0, examples, None)
@@ -450,7 +450,7 @@ def test_bad_rows_are_dropped_counted_and_listed_if_asked(write, tokenizer, tmp_
     ]
     only_bad = write("only_bad.jsonl", BAD[0])
     assert (
-        "all 1 rows were dropped: 1 x bad rows; the first: only_bad.jsonl:1: messages[1]"
+        "all 1 rows were dropped: 1 x bad rows (the first: only_bad.jsonl:1: messages[1]"
         in refusal(load_examples, only_bad, tokenizer, 64, bad_rows="drop")
     )
 
@@ -510,13 +510,29 @@ def test_the_form_and_each_sources_share_are_told(write, tokenizer):
     ]
 
 
-def test_reading_ends_some_rows_after_the_first_fault(write, tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "MORE_ROWS", 100)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        json.dumps(TURNS)[:-1] + ', "tools": "' + "[" * 100_000 + '"}',
+        json.dumps(TURNS)[:-1] + ', "more": ' + '{"a":' * 100_000 + "1" + "}" * 100_001,
+    ],
+)
+def test_a_row_that_is_nested_too_deeply_is_a_bad_row(write, tokenizer, line):
+    file = write("chat.jsonl", "\n".join([LINE, line, LINE]))
+    said = refusal(load_examples, file, tokenizer, 64)
+    assert said.startswith("chat.jsonl:2: ")
+    assert "maximum recursion depth exceeded" in said
+    assert len(load_examples(file, tokenizer, 64, bad_rows="drop")) == 2
+
+
+def test_reading_ends_at_a_fault_once_many_rows_are_read(write, tokenizer, monkeypatch):
+    monkeypatch.setattr(data, "ENOUGH", 100)
     file = write("endless.jsonl", "\n".join([LINE] * 10 + [BAD[0]] * 5000))
-    # of 192 rows, three chunks; rows with the same fault share a line
+    # of 128 rows, two chunks; rows with the same fault share a line
     first = ", ".join(f"{file}:{line}" for line in range(11, 16))
     said = refusal(load_examples, file, tokenizer, 64)
-    assert said.startswith(f"{first} and 177 more: messages[1].role: 'bot' is not one of")
+    assert said.startswith(f"{first} and 113 more: messages[1].role: 'bot' is not one of")
     assert "\n" not in said
 
 

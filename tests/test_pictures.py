@@ -21,6 +21,7 @@ from utils.data import examples as data
 from utils.data.chats import Chat
 from utils.data.encode import Rows
 from utils.data.formats import IGNORED, form_of
+from utils.data.held_out import split_by_hash
 from utils.data.pictures import (
     decoded,
     described,
@@ -247,7 +248,7 @@ def test_rows_without_pictures_may_name_the_elements_of_html():
         ({"messages": [user("Draw"), user(PART) | {"role": "assistant"}]}, "turn of the assistant"),
         ({"messages": [user(PART | {"path": 3}), ANSWER]}, "expected a path"),
         ({"text": "<image>", "image": "a.png"}, "need turns"),
-        ({"texts": [], "images": ["a.png"]}, "texts: empty"),
+        ({"texts": [], "images": ["a.png"]}, "its keys are 'texts'"),
     ],
 )
 def test_rows_that_cannot_be_read_say_why_at_their_place(row, why, opened, pictures):
@@ -627,4 +628,37 @@ def test_tokens_on_disk_are_made_again_if_pictures_have_changed(opened, pictures
     assert "t.jsonl:1: picture 'a.png': no such file" in refusal(load, rows, folder, tokenizer)
     assert "no such file" in refusal(load, rows, folder, tokenizer)
     rows = [*rows, {"messages": [user({"type": "image", "path": "b.png"}, "What?"), ANSWER]}]
-    assert load(rows, folder, tokenizer, bad_rows="drop").dropped == {"bad rows": 1}
+    left_out = load(rows, folder, tokenizer, bad_rows="drop").dropped
+    assert [*left_out.values()] == [1]
+    assert "bad rows (the first: t.jsonl:1: picture 'a.png': no such file" in next(iter(left_out))
+
+
+def test_rows_that_differ_in_pictures_alone_are_held_out_by_their_share(opened, pictures):
+    """The hash of a row decides, and in it all bits of that of its pictures."""
+    folder, tokenizer, _ = opened("gemma3")
+    rows = []
+    for i in range(200):
+        Image.new("RGB", (30 + i % 20, 40 + i // 20)).save(f"{i}.png")
+        part = {"type": "image", "path": f"{i}.png"}
+        rows.append({"messages": [user(part, "What?"), ANSWER]})
+    kept = load(rows, folder, tokenizer)
+    assert 60 < (kept.keys < 0).sum() < 140
+    _, held_out = split_by_hash(kept, 0.25)
+    assert 25 < len(held_out) < 75
+
+
+def test_code_of_a_processor_is_not_run_and_not_asked_for(opened, tmp_path, monkeypatch):
+    folder, tokenizer, _ = opened("gemma3")
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    for file in copy.glob("*processor_config.json"):
+        settings = json.loads(file.read_text())
+        for part in (settings, settings.get("image_processor", {})):
+            part["image_processor_type"] = "Own"
+            part["auto_map"] = {"AutoImageProcessor": "own.Own"}
+        file.write_text(json.dumps(settings))
+    (copy / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    with pytest.raises(ConfigError, match="its processor cannot be read"):
+        load_processor(str(copy), tokenizer)
+    assert not (tmp_path / "ran").exists()

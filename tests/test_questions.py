@@ -102,6 +102,16 @@ def test_text_stays_plain_without_a_template_or_with_format_completion(folder, t
         assert 2 not in found[0].ids  # text that spells a special token stays text
 
 
+def test_special_tokens_that_a_tool_spells_stay_text_in_a_prompt(folder, tmp_path):
+    tokenizer = load_tokenizer(folder, str(folder / "tools.jinja"))
+    tools = json.loads(json.dumps(TOOLS).replace('"add"', '"add </s><s>"'))
+    found = load(tokenizer, tmp_path / "rows.jsonl", [{"prompt": "a", "tools": tools}])
+    plain = load(tokenizer, tmp_path / "plain.jsonl", [{"prompt": "a", "tools": TOOLS}])
+    for special in tokenizer.all_special_ids:
+        assert found[0].ids.count(special) == plain[0].ids.count(special)
+    assert "1 rows in which text spells a special token, which stays text" in found.summary()
+
+
 def test_a_last_answer_becomes_a_column_and_columns_are_complete_lists(tokenizer, tmp_path):
     rows = [
         {"messages": [user("a"), answer("A")], "level": 3},
@@ -223,7 +233,7 @@ def test_a_row_that_is_wrong_is_named_or_left_out_and_listed(name, tokenizer, tm
     assert len(found) == 1
     assert found.bad[0][0].endswith("rows.jsonl:2")
     print_data("rows.jsonl", found.summary(), found, None)
-    assert "1 bad rows are left out" in capsys.readouterr().out
+    assert "1 dropped: bad rows (the first: " in capsys.readouterr().out
 
 
 def test_what_the_template_leaves_out_of_a_prompt_is_counted(folder, tmp_path):

@@ -516,6 +516,20 @@ def test_generation_config_comes_from_the_model_without_a_source(tmp_path):
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [2]
 
 
+def test_files_beside_the_weights_that_cannot_be_copied_lose_no_model(tmp_path):
+    """A save comes after the whole training."""
+    source, out = tmp_path / "source", tmp_path / "model"
+    (source / "LICENSES").mkdir(parents=True)  # https://reuse.software
+    (tmp_path / "outside").write_text("secret")
+    (source / "LICENSE").symlink_to(tmp_path / "outside")
+    (source / "NOTICE").write_text("kept")
+    (source / "generation_config.json").write_text('{"temperature": 0.6,')
+    assert run_ranks(with_tokenizer, 2, out, source) == [None] * 2
+    assert (out / "NOTICE").read_text() == "kept"
+    assert not [*out.glob("LICENSE*")]
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [2, 4]
+
+
 def test_a_model_without_a_token_that_ends_an_answer_generates(tmp_path):
     write_json(tmp_path / GENERATION, generation_config(None, tmp_path, []))
     model = tiny_model("llama")

@@ -183,8 +183,7 @@ def divide_batch(batch_size: int, grad_accum: int, global_batch_size: int, ranks
     if remainder:
         fix = f"--batch_size {math.gcd(global_batch_size // ranks, batch_size)}"
         if global_batch_size % ranks:
-            divisors = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
-            fix = f"{', '.join(map(str, divisors))} ranks"
+            fix = f"a number of ranks that divides {global_batch_size}"
         raise ConfigError(
             f"--global_batch_size {global_batch_size} is no multiple of {product} (fix: {fix})"
         )

@@ -85,9 +85,10 @@ def render_chats(
         raise ValueError(
             "a turn of weight 0 or of a prompt, and --train_on all (fix: --train_on assistant)"
         )
-    safe = hidden(tokenizer, messages)
-    notes[SPELLED] += safe != messages
-    messages = renderable(tokenizer, safe, tools)
+    safe = hidden(tokenizer, [messages, tools])
+    notes[SPELLED] += safe != [messages, tools]
+    messages, tools = safe
+    messages = renderable(tokenizer, messages, tools)
     marked = skeleton(messages)
     examine_parts(tokenizer, marked, tools, trained, notes)
     text, _ = rendered = render_marked(tokenizer, messages, tools)

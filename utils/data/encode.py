@@ -142,12 +142,11 @@ class Part:
         for ours, theirs in parse_columns(rows.columns).items():
             check(theirs in self.columns, f"--columns {ours}={theirs}: no row has {theirs!r}")
         if self.bad:
-            self.dropped["bad rows"] = len(self.bad)
+            self.dropped[f"bad rows (the first: {faults[0]})"] = len(self.bad)
         reasons = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
-        first = f"; the first: {faults[0]}" if faults else ""
         check(
             self.lengths,
-            f"{rows.dataset}: all {self.rows} rows were dropped: {reasons}{first}"
+            f"{rows.dataset}: all {self.rows} rows were dropped: {reasons}"
             " (fix: other rows; a larger --seq_len, if they are too long)",
         )
 
@@ -178,7 +177,7 @@ def encode_rows(raw_rows: list, tokenizer, rows: Rows) -> Part:
                 form = rows.format
             form = add(part, tokenizer, row, where, rows, form, notes)
             part.forms[form] += 1
-        except ValueError as fault:
+        except (ValueError, RecursionError) as fault:
             part.bad.append((where, str(fault)))
         part.notes.update(notes)
         for note in +notes:  # those with a count above 0

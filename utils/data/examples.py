@@ -30,7 +30,7 @@ from .rows import Source, find_sources
 # disk: see cache.py.
 SMALL = 2**24
 SAID = 2**17  # rows after which a line is printed
-MORE_ROWS = 100_000  # rows that are read after the first bad row, to find others
+ENOUGH = 100_000  # rows, of which all bad ones are found before they are an error
 ARRAYS = {  # the arrays of tokenized rows: one file each, row after row
     "ids": torch.uint16,  # or int32, which read_tokens recognizes by the file's double size
     "loss_mask": torch.uint8,
@@ -183,11 +183,6 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
     for part in parts:
         for line in part.sources():
             print0(f"form      {line}")
-        if part.bad:
-            where, reason = part.bad[0]
-            print0(
-                f"warning: {len(part.bad):,} bad rows are left out; the first is {where}: {reason}"
-            )
 
 
 def longest_row(seq_len: int, packing: bool, multiple: int, *parts: Examples | None) -> int:
@@ -275,7 +270,6 @@ def write_tokens(
 
     total = Part()
     origins = []
-    spare_rows = MORE_ROWS
     for source in sources:
         forms = Counter()
         first = len(total.lengths)
@@ -290,10 +284,8 @@ def write_tokens(
                 add(f"{name}_sizes", array("q", map(len, texts)))
             if total.rows % SAID < part.rows:
                 print0(f"tokens    of {total.rows:,} rows are made")
-            if total.bad and rows.bad_rows == "error":
-                if spare_rows < 0:
-                    total.close(rows)  # raises
-                spare_rows -= part.rows
+            if total.bad and rows.bad_rows == "error" and total.rows > ENOUGH:
+                total.close(rows)  # raises
         origins.append(Origin(source.name, source.weight, forms, first, len(total.lengths)))
     total.close(rows)
     facts = {name: getattr(total, name) for name in "dropped notes firsts bad".split()}

@@ -172,8 +172,8 @@ def examine_keys(row: dict, form: str, notes: Counter) -> None:
     for key in sorted(key for key, value in row.items() if value not in (None, "", [], {})):
         if key in REFUSED:
             raise ValueError(f"{key}: {REFUSED[key]}")
-        neutral = key != "masked"  # the value that changes nothing: 1 or true; of masked 0 or false
-        if key in WEIGHTS and form and row[key] != neutral:
+        # 1 or true changes nothing; of masked 0 or false
+        if key in WEIGHTS and form and row[key] != (key != "masked"):
             raise ValueError(
                 f"{key}: {row[key]!r:.40}: whole rows cannot be weighted; masks are -100 in labels ({REMEDY})"
             )

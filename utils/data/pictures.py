@@ -91,7 +91,7 @@ def load_processor(folder: Path | str, tokenizer):
         kind = getattr(transformers, settings.get("processor_class", ""), kind)
         if kind.__name__ == "SmolVLMProcessor":
             kind = transformers.Idefics3Processor  # the same for pictures
-        images = AutoImageProcessor.from_pretrained(folder)
+        images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
 
         class Processor(kind):
             compared = False  # see compare_once
@@ -198,7 +198,7 @@ def keep_pictures(part, pictures: list, patches: int) -> None:
         part.details.append(text)
         part.row_sizes.append(patches)
         if pictures:  # rows with equal text but other pictures are no duplicates
-            part.keys[-1] ^= seed_of(text)
+            part.keys[-1] ^= seed_of(text) * 2 - 2**63  # in all 64 bits
 
 
 def check_places(processor, text: str, pictures: list) -> None:
@@ -276,7 +276,7 @@ def picture_prompt(row, rows) -> Prompt:
     pictures and their maximum size. ValueError: what is wrong.
     """
     data = row.data
-    if isinstance(data.get("texts"), list):
+    if data.get("texts"):
         data = data | alpaca_of([{"assistant": "to come"} | turn for turn in data["texts"]])
     messages, tools, _, sources, _ = turns_of(data, read_pictured)
     return Prompt(row.where, list(map(in_parts, messages)), tools, sized(sources, row.where, rows))
@@ -303,7 +303,7 @@ def read_pictured(row: dict, form: str, notes: Counter) -> tuple:
         value = row.pop(key, None)
         if value is not None:
             listed += value if isinstance(value, list) else [value]
-    if not form and isinstance(row.get("texts"), list):
+    if not form and row.get("texts"):
         row |= alpaca_of(row.pop("texts"))
         form = "alpaca"
     sources = []  # one per part; None: the next one of `listed`
@@ -342,8 +342,6 @@ def alpaca_of(texts: list) -> dict:
         [typed(turn, key, str, f"texts[{i}].") for key in ("user", "assistant")]
         for i, turn in enumerate(texts)
     ]
-    if not pairs:
-        raise ValueError("texts: empty")
     *history, (question, answer) = pairs
     return {"instruction": question, "output": answer, "history": history}
 

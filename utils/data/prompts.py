@@ -82,10 +82,11 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
 
 
 def prompt_of(tokenizer, messages: Messages, tools: list | None) -> str:
-    """The generation prompt that inference uses: the conversation up to an answer. If a message spells a
-    special token, it stays ordinary text.
+    """The generation prompt that inference uses: the conversation up to an answer. A special token that a
+    message or a tool spells stays ordinary text.
     """
-    messages = renderable(tokenizer, hidden(tokenizer, messages), tools)
+    messages, tools = hidden(tokenizer, [messages, tools])
+    messages = renderable(tokenizer, messages, tools)
     return render(tokenizer, messages, tools, prompt=True)
 
 
@@ -105,11 +106,11 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     """
     content, tools, answer = turns_of(row)
     form = "prompts in the chat template"
-    safe = hidden(tokenizer, content)
-    notes[SPELLED] += safe != content
+    safe = hidden(tokenizer, [content, tools])
+    notes[SPELLED] += safe != [content, tools]
     if is_plain(content, tokenizer, rows):
         form = "plain text"
-        ids = encode(tokenizer, safe).ids
+        ids = encode(tokenizer, safe[0]).ids
         if adds_bos(tokenizer):
             ids = [tokenizer.bos_token_id, *ids]
     else:

@@ -416,12 +416,12 @@ def encode(tokenizer, text: str) -> Encoded:
 
 
 def hidden(tokenizer, value: object) -> object:
-    """A JSON value in whose texts every special token is replaced by hidden characters."""
+    """A JSON value in whose texts and keys every special token is replaced by hidden characters."""
     special, _, hide = special_tokens(tokenizer)
     if isinstance(value, str):
         return special.sub(lambda match: hide[match[0]], value)
     if isinstance(value, dict):
-        return {key: hidden(tokenizer, item) for key, item in value.items()}
+        return {hidden(tokenizer, key): hidden(tokenizer, item) for key, item in value.items()}
     return [hidden(tokenizer, item) for item in value] if isinstance(value, list) else value
 
 

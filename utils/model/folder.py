@@ -1,8 +1,9 @@
 """Check a Hugging Face folder before its weights are read: config, names and headers.
 
-A folder from the internet is untrusted input. Nothing outside it is opened, and nothing in it is executed
-without --trust_remote_code. Problems that transformers ignores silently (missing weights, paths that lead
-elsewhere) are refused in one line that names the file. Of a tensor at most 4 KiB are read, see run_facts.
+A folder from the internet is untrusted input. No config and no weights outside it are opened, and nothing in
+it is executed without --trust_remote_code. Problems that transformers ignores silently (missing weights,
+paths that lead elsewhere) are refused in one line that names the file. Of a tensor at most 4 KiB are read,
+see run_facts.
 """
 
 import hashlib

@@ -68,7 +68,8 @@ def save_model(
         check_replaceable(out, source)
         for pattern in COMPANIONS:
             for path in source.glob(pattern):
-                shutil.copyfile(file_inside(source, path.name), temp / path.name)
+                with suppress(ConfigError):  # a folder, or it leads out of this one
+                    shutil.copyfile(file_inside(source, path.name), temp / path.name)
         config = copy.deepcopy(model.config)
         # fully_shard renames the class.
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -232,10 +233,10 @@ def generation_config(model: torch.nn.Module, source: Path, eos_ids: Iterable[in
     transformers' check on saving. Without one, the model's own. In it `eos_ids` also end an answer.
     """
     settings = {}
-    if (source / GENERATION).exists():
-        settings = read_json(file_inside(source, GENERATION))
-    elif generation := getattr(model, "generation_config", None):
+    if generation := getattr(model, "generation_config", None):
         settings = json.loads(generation.to_json_string())
+    with suppress(ConfigError):  # missing, or damaged: transformers ignores it too
+        settings = read_json(file_inside(source, GENERATION))
     ids = settings.get("eos_token_id")
     if not isinstance(ids, list):
         ids = [ids]

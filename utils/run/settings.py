@@ -167,6 +167,11 @@ def check_training(cfg: object, **least: int) -> None:
         "--adapter belongs to one base (fix: --model BASE, which its adapter_config.json names)",
     )
     check(cfg.lr > 0, f"--lr {cfg.lr} trains nothing (fix: --lr {type(cfg).lr:g})")
+    if cfg.param_dtype == "bf16" and cfg.lr < 1e-4:
+        print0(
+            f"warning: in bf16 weights most updates of --lr {cfg.lr:g} are rounded away (fix: fp32"
+            " weights, with --optimizer adamw_8bit if they do not fit; or a higher --lr)"
+        )
     check(
         cfg.activation_checkpointing != "none" or not cfg.activation_offload,
         "--activation_offload has no inputs (fix: --activation_checkpointing full)",

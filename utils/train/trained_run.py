@@ -325,9 +325,13 @@ def open_reward_model(
             source.config, dtype, trust_remote_code=trust_remote_code, kind="scores"
         )
         pieces = plan_pieces(model, source.weights, source.folder)
-        fix = "train it on turns, or with reward.py --chat_template plain"
-        with others_code(f"--reward_model {name}: its tokenizer", fix):
-            tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+        with others_code(
+            f"--reward_model {name}: its tokenizer",
+            "train it on turns, or with reward.py --chat_template plain",
+        ):
+            tokenizer = AutoTokenizer.from_pretrained(
+                source.folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
             tokenizer.get_chat_template()
         digest = run_facts(source.config, source.weights, "")["weights"]
     return RewardModel(model, pieces, tokenizer, digest)
