@@ -303,7 +303,7 @@ def main(cfg: Config) -> dict:
         "recommended": None,
         "command": "",
         "without_offload": "",
-        "in_16_bit": "",
+        "lighter": "",
     }
     if need.peak:
         plan["answer"] = answer_of(asked, need, room)
@@ -330,11 +330,14 @@ def main(cfg: Config) -> dict:
             if best.cpu_offload and on_gpu:
                 plan["without_offload"] = command(cfg, flags_between(plain, on_gpu))
             if best.cpu_offload and asked.param_dtype == torch.float32 and not best.lora:
-                lighter = replace(scaled, param_dtype=torch.bfloat16, optimizer="adamw_8bit")
-                on_gpu = fastest_traced(lighter, room, may_offload=False)
-                if on_gpu and not on_gpu.lora:
-                    in_16_bit = replace(cfg, param_dtype="bf16", optimizer="adamw_8bit")
-                    plan["in_16_bit"] = command(in_16_bit, flags_between(plain, on_gpu))
+                for dtype in ("fp32", "bf16"):
+                    lighter = replace(scaled, param_dtype=DTYPES[dtype], optimizer="adamw_8bit")
+                    on_gpu = fastest_traced(lighter, room, may_offload=False)
+                    if on_gpu and not on_gpu.lora:
+                        flags = replace(cfg, param_dtype=dtype, optimizer="adamw_8bit")
+                        plan["lighter"] = command(flags, flags_between(plain, on_gpu))
+                        if answer_of(on_gpu, need_of(on_gpu), room) != MAYBE:
+                            break
     if cfg.json:
         say(json.dumps(plan, indent=2), ready=True)
     elif has_tables:
@@ -743,11 +746,11 @@ def recommendation(cfg: Config, plan: dict) -> list[str]:
         if plan["without_offload"]:
             lines.append("Without offload:")
             lines.append(f"  {escaped(plan['without_offload'])}")
-        if plan["in_16_bit"]:
-            lines.append(
-                "Without offload, with weights in 16 bit and moments in 8, which train less exactly:"
-            )
-            lines.append(f"  {escaped(plan['in_16_bit'])}")
+        if plan["lighter"] not in ("", plan["without_offload"]):
+            rounded = " and weights in bf16, whose small updates are rounded away"
+            rounded *= "--param_dtype" in plan["lighter"]
+            lines.append(f"Without offload, with moments in 8 bit{rounded}:")
+            lines.append(f"  {escaped(plan['lighter'])}")
     return lines
 
 

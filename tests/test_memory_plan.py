@@ -1120,7 +1120,7 @@ def test_the_recommended_line_names_the_host_memory_that_it_needs():
         "recommended": best,
         "command": "torchrun",
         "without_offload": "torchrun --lora_rank 16",
-        "in_16_bit": "",
+        "lighter": "",
     }
     first, _, last, *without = plan.recommendation(plan.Config(model="7B"), found)
     assert first == "This fits, tightly, of the first method of which anything does:"
@@ -1128,6 +1128,13 @@ def test_the_recommended_line_names_the_host_memory_that_it_needs():
         "  It offloads, and needs 167 GiB of host memory a machine; --host_memory says how much there is."
     )
     assert without == ["Without offload:", "  torchrun --lora_rank 16"]
+    for flags, said in (
+        ("--optimizer adamw_8bit", "moments in 8 bit:"),
+        ("--param_dtype bf16", "moments in 8 bit and weights in bf16, whose small updates are"),
+    ):
+        *_, title, last = plan.recommendation(plan.Config(model="7B"), found | {"lighter": flags})
+        assert said in title
+        assert last == f"  {flags}"
     limited = plan.Config(model="7B", host_memory=256)
     assert plan.recommendation(limited, found)[2].endswith("machine, of 256.")
     found["recommended"] = best | {"cpu_offload": False}
@@ -1135,12 +1142,16 @@ def test_the_recommended_line_names_the_host_memory_that_it_needs():
 
 
 @pytest.mark.slow
-def test_where_all_weights_need_offload_the_command_in_16_bit_that_does_not_is_named():
+def test_where_all_weights_need_offload_the_command_with_8_bit_moments_that_does_not_is_named():
     found = plan.main(plan.Config(model="llama-3-70b", gpus=8, gpu="h100", json=True))
     assert "--cpu_offload" in found["command"]
     levers = "--activation_checkpointing full --param_dtype bf16 --optimizer adamw_8bit"
-    assert found["in_16_bit"].endswith(levers)
-    assert "16 bit and moments in 8" in "".join(plan.recommendation(plan.Config(model="7B"), found))
+    assert found["lighter"].endswith(levers)
+    # fp32 weights, where they fit
+    small = plan.Config(model="llama-3-8b", gpus=4, gpu_memory=32, seq_len=2048, json=True)
+    found = plan.main(small)
+    assert "--cpu_offload" in found["command"]
+    assert found["lighter"].endswith("--activation_checkpointing full --optimizer adamw_8bit")
 
 
 def test_a_model_of_pictures_is_refused_with_what_to_take_instead(tmp_path):
