@@ -40,8 +40,6 @@ from .sharding import family_of
 
 # --- tensors of a checkpoint as boxes of parameters: which part this rank holds, and its place in a file
 
-Box = tuple[slice, ...]
-
 
 class Piece(NamedTuple):
     """The tensor `name` of a checkpoint is a box of the parameter `param`: from `at`, of shape `shape`.
