@@ -97,16 +97,17 @@ class Part:
         is divided into pieces, any other row is cut. ValueError with too_long error.
         """
         seq_len = rows.seq_len
-        if len(ids) > seq_len and rows.too_long == "error":
+        is_long = len(ids) > seq_len
+        if is_long and rows.too_long == "error":
             raise ValueError(
                 f"{len(ids):,} tokens, more than --seq_len {seq_len} (fix: --too_long truncate or drop)"
             )
-        if len(ids) > seq_len and rows.too_long == "drop":
+        if is_long and rows.too_long == "drop":
             self.dropped["longer than --seq_len"] += 1
         elif loss_mask.find(1, 1, seq_len) < 0:
             self.dropped[f"no trained token in the first {seq_len} tokens"] += 1
         else:
-            self.notes[CUT] += len(ids) > seq_len and form != "text"
+            self.notes[CUT] += is_long and form != "text"
             end = len(ids) if form == "text" else 1  # other rows keep only their first piece
             for first in range(0, end, seq_len):
                 last = first + seq_len
