@@ -259,7 +259,7 @@ def main(cfg: Config) -> Path:
             config=source.config,
             param_dtype=param_dtype,
             dtype=dtype,
-            seq_len=longest_row(cfg.seq_len, cfg.packing, multiple, examples, held_out),
+            seq_len=cfg.seq_len if cfg.packing else longest_row(multiple, examples, held_out),
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,

@@ -39,6 +39,7 @@ from torch.distributed.fsdp import (
 from utils.data.examples import (
     Rows,
     load_data,
+    longest_row,
     print_data,
     write_bad_rows,
 )
@@ -324,7 +325,7 @@ def main(cfg: Config) -> Path:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        longest = max(int(part.lengths.max()) for part in (examples, held_out) if part)
+        longest = longest_row(1, examples, held_out)
         positions = getattr(source.config.get_text_config(), "max_position_embeddings", math.inf)
         check(
             longest + cfg.max_new_tokens <= positions,

@@ -298,7 +298,7 @@ def main(cfg: Config) -> Path:
         given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
         multiple = math.gcd(cfg.seq_len, 64 if world.gpu_name else 8)
-        longest = longest_row(cfg.seq_len, cfg.packing, multiple, *answers)
+        longest = cfg.seq_len if cfg.packing else longest_row(multiple, *answers)
         setting = from_settings(
             Setting,
             cfg,

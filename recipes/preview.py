@@ -266,7 +266,7 @@ def main(cfg: Config) -> bool:
     # A GPU selects, or compiles, kernels for each length: use few different lengths.
     multiple = math.gcd(cfg.seq_len, 64 if world.gpu_name else 8)
     with together(world):
-        longest = longest_row(cfg.seq_len, cfg.packing, multiple, *parts)
+        longest = cfg.seq_len if cfg.packing else longest_row(multiple, *parts)
         setting = from_settings(
             Setting,
             cfg,

@@ -263,7 +263,7 @@ def main(cfg: Config) -> Path:
             param_dtype=param_dtype,
             dtype=dtype,
             # a pair is planned as one row with the length of its two sequences
-            seq_len=2 * longest_row(cfg.seq_len, False, multiple, *answers),
+            seq_len=2 * longest_row(multiple, *answers),
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,

@@ -606,7 +606,7 @@ def test_lengths_are_balanced_over_ranks():
 def test_the_longest_row_is_planned_as_it_is_padded(multiple):
     examples = numbered(9)
     batch = collate(list(examples), 0, multiple)
-    assert longest_row(2048, False, multiple, examples, None) == batch.ids.shape[1]
+    assert longest_row(multiple, examples, None) == batch.ids.shape[1]
 
 
 def test_a_batch_is_padded_on_the_right_to_a_multiple_of_eight():

@@ -185,12 +185,8 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
             print0(f"form      {line}")
 
 
-def longest_row(seq_len: int, packing: bool, multiple: int, *parts: Examples | None) -> int:
-    """Tokens of the longest row of any batch, padded to a multiple as collate does. With packing: always
-    seq_len. multiple: divides seq_len.
-    """
-    if packing:
-        return seq_len
+def longest_row(multiple: int, *parts: Examples | None) -> int:
+    """Tokens of the longest row, padded to a multiple as collate does."""
     longest = max(int(part.lengths.max()) for part in parts if part)
     return math.ceil(longest / multiple) * multiple
 
@@ -207,7 +203,7 @@ def check_positions(model: nn.Module, *parts: Examples | None, longest=0) -> Non
     rope = getattr(config, "rope_parameters", None) or {}
     if not positions or rope.get("rope_type", "default") not in ("default", "llama3"):
         return
-    longest = longest or max(int(part.lengths.max()) for part in parts if part)
+    longest = longest or longest_row(1, *parts)
     lengths = f"a row has {longest:,} tokens, and the model {positions:,} positions"
     tables = [name for name, _ in model.named_parameters() if re.search("wpe|pos(?!t)", name)]
     check(
