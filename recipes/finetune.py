@@ -300,11 +300,13 @@ def main(cfg: Config) -> Path:
 
             Batches = PackedBatches
             options += (cfg.seq_len, wants_flat_packs(model))
+            if cfg.compile:
+                multiple = cfg.seq_len  # each new length would be compiled anew
         loader = Batches(examples, cfg.seed, global_batch, *options)
-        loader.multiple = cfg.seq_len if cfg.packing and cfg.compile else multiple
+        loader.multiple = multiple
         if held_out:
             eval_loader = Batches(held_out, cfg.seed, cfg.batch_size * world.size, *options)
-            eval_loader.multiple = loader.multiple
+            eval_loader.multiple = multiple
         length = examples.lengths.double().mean().item()  # of a row, for the MFU
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)

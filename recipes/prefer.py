@@ -345,17 +345,19 @@ def main(cfg: Config) -> Path:
         if cfg.packing:
             Batches = PackedPairs
             options += (2 * cfg.seq_len, wants_flat_packs(model))
+            if cfg.compile:
+                multiple = 2 * cfg.seq_len  # each new length would be compiled anew
         elif cfg.loss == "kto":
             Batches = LabelBatches
             options += (cfg.seq_len,)
             text = "--loss kto compares each answer with another of its global batch"
             check(global_batch > 1, f"{text} (fix: --global_batch_size 8)")
         loader = Batches(examples, cfg.seed, global_batch, *options)
-        loader.multiple = 2 * cfg.seq_len if cfg.packing and cfg.compile else multiple
+        loader.multiple = multiple
         if held_out:
             # The same size as in training, because the KL term of kto depends on it.
             eval_loader = Batches(held_out, cfg.seed, global_batch, *options)
-            eval_loader.multiple = loader.multiple
+            eval_loader.multiple = multiple
         length = answers[0].lengths.double().mean().item()  # of a row, for the MFU
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)

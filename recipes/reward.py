@@ -301,7 +301,7 @@ def main(cfg: Config) -> Path:
         loader.multiple = multiple
         if held_out:
             eval_loader = PairBatches(held_out, cfg.seed, cfg.batch_size * world.size, *options)
-            eval_loader.multiple = loader.multiple
+            eval_loader.multiple = multiple
         length = answers[0].lengths.double().mean().item()  # of a row, for the MFU
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)

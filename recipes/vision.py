@@ -337,7 +337,7 @@ def main(cfg: Config) -> Path:
         loader.multiple = multiple
         if held_out:
             eval_loader = PictureBatches(held_out, cfg.seed, cfg.batch_size * world.size, *options)
-            eval_loader.multiple = loader.multiple
+            eval_loader.multiple = multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         earlier.check_facts(facts, steps, cfg.allow_new_data)
