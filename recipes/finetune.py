@@ -252,7 +252,7 @@ def main(cfg: Config) -> Path:
         # The flag's, or the checkpoint's; 0: divide_batch computes it.
         given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
-        multiple = math.gcd(cfg.seq_len, 64 if world.gpu_name else 8)
+        multiple = math.gcd(cfg.seq_len, 64 if world.on_gpu else 8)
         setting = from_settings(
             Setting,
             cfg,
@@ -263,7 +263,7 @@ def main(cfg: Config) -> Path:
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
-            gpu=bool(world.gpu_name),
+            gpu=world.on_gpu,
             rows=given_batch // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
@@ -334,7 +334,7 @@ def main(cfg: Config) -> Path:
     if not cfg.low_cpu_fsdp:
         model = build_model(source.config, param_dtype, attn, trust, read_from=source.folder)
     token_mfu = 0.0  # MFU at one token per second
-    if world.gpu_name:
+    if world.on_gpu:
         from utils.model.attention import repeat_grouped_keys, use_gpu_kernels
         from utils.train.profiling import flops_per_token, mfu
 
@@ -373,8 +373,8 @@ def main(cfg: Config) -> Path:
     offload = OffloadPolicy()
     unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
-        if world.gpu_name:
+        offload = CPUOffloadPolicy(pin_memory=world.on_gpu)
+        if world.on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
         unsharded = stored_as_computed(

@@ -333,7 +333,7 @@ def main(cfg: Config) -> Path:
             f" more than the model's {positions:,} positions (fix: less of --max_new_tokens or --seq_len)",
         )
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
-        multiple = math.gcd(cfg.seq_len, 64 if world.gpu_name else 8)
+        multiple = math.gcd(cfg.seq_len, 64 if world.on_gpu else 8)
         completions = cfg.global_batch_size * cfg.group_size
         micro_batches = math.ceil(math.ceil(completions / learners) / cfg.batch_size)
         setting = from_settings(
@@ -346,7 +346,7 @@ def main(cfg: Config) -> Path:
             shards=axes["shard"],
             replicate=learners // axes["shard"],
             local_ranks=world.local_size,
-            gpu=bool(world.gpu_name),
+            gpu=world.on_gpu,
             rows=micro_batches * cfg.batch_size,
             lacks="grad_accum",
             lora=from_settings(Lora, cfg),
@@ -421,7 +421,7 @@ def main(cfg: Config) -> Path:
     if not cfg.low_cpu_fsdp:
         model = build_model(source.config, param_dtype, attn, trust, read_from=source.folder)
     token_mfu = 0.0  # MFU at one token per second
-    if world.gpu_name:
+    if world.on_gpu:
         from utils.model.attention import repeat_grouped_keys, use_gpu_kernels
         from utils.train.profiling import flops_per_token, mfu
 
@@ -460,8 +460,8 @@ def main(cfg: Config) -> Path:
     offload = OffloadPolicy()
     unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
-        if world.gpu_name:
+        offload = CPUOffloadPolicy(pin_memory=world.on_gpu)
+        if world.on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
         unsharded = stored_as_computed(

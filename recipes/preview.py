@@ -264,7 +264,7 @@ def main(cfg: Config) -> bool:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     # A GPU selects, or compiles, kernels for each length: use few different lengths.
-    multiple = math.gcd(cfg.seq_len, 64 if world.gpu_name else 8)
+    multiple = math.gcd(cfg.seq_len, 64 if world.on_gpu else 8)
     with together(world):
         longest = cfg.seq_len if cfg.packing else longest_row(multiple, *parts)
         setting = from_settings(
@@ -278,7 +278,7 @@ def main(cfg: Config) -> bool:
             shards=axes["shard"],
             replicate=ranks // axes["shard"],
             local_ranks=ranks,
-            gpu=world.device.type == "cuda",
+            gpu=world.on_gpu,
             rows=cfg.global_batch_size // ranks or cfg.batch_size * cfg.grad_accum,
             lora=lora,
             quant=from_settings(Quant, cfg),

@@ -34,7 +34,7 @@ def available_room(world: World) -> Room:
     """
     used, limit = host_memory()
     host, limit, local_ranks = min(gather(world, (limit - used, limit, world.local_size)))
-    if not world.gpu_name:
+    if not world.on_gpu:
         share = host / local_ranks
         return Room(
             share, host, f"{share / GIB:.2f} GiB a rank, of {limit / GIB:.1f} GiB of host memory"

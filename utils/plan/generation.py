@@ -82,7 +82,7 @@ def plan_generation(parts: dict, world: World, force: bool) -> None:
     does not fit, unless `force`.
     """
     room = available_room(world)
-    needed = must_bytes(sum(parts.values()), world.size, world.gpu_name != "")
+    needed = must_bytes(sum(parts.values()), world.size, world.on_gpu)
     print0(f"memory    {sum_of(parts)} on the fullest rank")
     print0(f"room      {needed / GIB:.2f} GiB a rank, reserve included; there is {room.text}")
     part = max(parts, key=parts.get)

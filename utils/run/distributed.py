@@ -53,9 +53,13 @@ class World(NamedTuple):
     group: dist.ProcessGroup | None = None  # of the `size` ranks; None: the group of all ranks
 
     @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def gpu_name(self) -> str:
         """CUDA's name of the GPU; "" on a CPU."""
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        return torch.cuda.get_device_name(self.device) if self.on_gpu else ""
 
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))  # a single process without a group
@@ -333,7 +337,7 @@ def build_mesh(world: World, axes=None) -> DeviceMesh:
     A world with a group of its own can have only one axis.
     """
     axes = axes or mesh_axes(world.size)
-    if world.gpu_name:
+    if world.on_gpu:
         torch.cuda.set_device(world.device)
     if world.group:
         return DeviceMesh.from_group(world.group, world.device.type, mesh_dim_names=tuple(axes))

@@ -35,13 +35,13 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     def write(profiler):
         write_trace(profiler)
         print0(f"profile   {folder}: open its traces at https://ui.perfetto.dev")
-        if world.gpu_name:
+        if world.on_gpu:
             snapshot = folder / f"{name}.{time.time_ns()}.memory.pickle"
             memory._dump_snapshot(snapshot)
             memory._record_memory_history(enabled=None)
             print0(f"profile   {snapshot}: drop it on https://docs.pytorch.org/memory_viz")
 
-    if world.gpu_name:
+    if world.on_gpu:
         memory._record_memory_history(max_entries=200_000)
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=skipped, active=active, repeat=1),

@@ -237,7 +237,7 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
     """
     model = trained.model
     pieces = trained.pieces
-    if world.gpu_name:
+    if world.on_gpu:
         use_gpu_kernels(model)
     if trained.checkpoint and not trained.adapter:  # the checkpoint has the trained parameters
         state = model.state_dict(keep_vars=True)

@@ -68,7 +68,7 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
         " (fix: fewer, or torchrun with more ranks)",
     )
     backend = BACKENDS[world.device.type]
-    if world.device.type == "cuda":  # the default group is gloo
+    if world.on_gpu:  # the default group is gloo
         world = world._replace(group=dist.new_group(backend=backend))
     group, _ = dist.new_subgroups_by_enumeration(
         [range(learners), range(learners, world.size)], backend=backend
