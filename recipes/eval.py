@@ -26,7 +26,8 @@ from typing import Literal, NamedTuple
 if __name__ == "__main__":
     gc.disable()  # the imports leave nothing to collect: saves 0.5 s
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
+HERE = Path(__file__).resolve().parent
+sys.path.insert(1, str(HERE.parent))  # utils/ is beside recipes/
 
 import torch
 
@@ -58,7 +59,7 @@ from utils.run.signals import report_errors, stop_at_once
 from utils.train.rollout import Asker
 from utils.train.trained_run import Trained, compute_alone, load_trained, open_trained, shard_model
 
-TINY = Path(__file__).resolve().parent / "tiny"
+TINY = HERE / "tiny"
 TINY_ROWS = {  # task -> its rows in recipes/tiny
     "exact_match": "heldout.jsonl",
     "perplexity": "heldout.jsonl",

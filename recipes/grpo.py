@@ -26,7 +26,8 @@ from typing import Literal
 if __name__ == "__main__":
     gc.disable()  # the imports leave nothing to collect: saves 0.5 s
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
+HERE = Path(__file__).resolve().parent
+sys.path.insert(1, str(HERE.parent))  # utils/ is beside recipes/
 
 import torch
 from torch.distributed.fsdp import (
@@ -116,7 +117,7 @@ from utils.train.rollout import (
 )
 from utils.train.trained_run import frozen_copy, open_reward_model
 
-TINY = Path(__file__).resolve().parent / "tiny"
+TINY = HERE / "tiny"
 # Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {
     "steps": 100,

@@ -22,7 +22,8 @@ from typing import Literal
 if __name__ == "__main__":
     gc.disable()  # the imports leave nothing to collect: saves 0.5 s
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
+HERE = Path(__file__).resolve().parent
+sys.path.insert(1, str(HERE.parent))  # utils/ is beside recipes/
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +107,7 @@ from utils.train.answers import (
 from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.log import RunLog
 
-TINY = Path(__file__).resolve().parent / "tiny"
+TINY = HERE / "tiny"
 # Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {"loss": "orpo", "epochs": 2, "batch_size": 16, "lr": 2e-3, "log_every": 20}
 BETAS = (0.9, 0.95)  # of AdamW

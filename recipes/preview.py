@@ -24,7 +24,8 @@ from typing import Literal
 if __name__ == "__main__":
     gc.disable()  # the imports leave nothing to collect: saves 0.5 s
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
+HERE = Path(__file__).resolve().parent
+sys.path.insert(1, str(HERE.parent))  # utils/ is beside recipes/
 
 from utils.data.batches import GlobalBatches, divide_batch
 from utils.data.examples import (
@@ -61,7 +62,7 @@ from utils.run.settings import convert_settings, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.run.units import IGNORE
 
-TINY = Path(__file__).resolve().parent / "tiny"
+TINY = HERE / "tiny"
 # Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {"epochs": 3, "batch_size": 16}
 TASKS = {"": "rows", "kto": "labels"}  # loss -> task; other losses: pairs
