@@ -226,7 +226,7 @@ def print_template_notes(tokenizer) -> None:
             "template  chatml; a base that has never seen its tokens learns them by LoRA only with"
             " --modules_to_save embed_tokens,lm_head"
         )
-    tail, end = turn_end(tokenizer, ANSWERED, needed_tools(tokenizer))
+    tail, end = answer_end(tokenizer)
     if not end:
         print0(
             "warning: the chat template ends no turn with a token, so the model will not learn to stop"
@@ -240,20 +240,18 @@ def end_of_turn_ids(tokenizer) -> set[int]:
 
     The trained tokens of a turn end with it, and generation_config.eos_token_id must contain it.
     """
-    _, end = turn_end(tokenizer, ANSWERED, needed_tools(tokenizer))
+    _, end = answer_end(tokenizer)
     return {*encode(tokenizer, end).ids[-1:]} & {*tokenizer.added_tokens_decoder}
 
 
-def needed_tools(tokenizer) -> list | None:
-    """Example tools if the chat template renders no conversation without tools, else None."""
+def answer_end(tokenizer) -> tuple:
+    """turn_end of a short conversation; with example tools if the template renders none without tools."""
     try:
-        render(tokenizer, ANSWERED)
+        return turn_end(tokenizer, ANSWERED, None)
     except ValueError:
         with suppress(ValueError):
-            render(tokenizer, ANSWERED, SCHEMA)
-            return SCHEMA
+            return turn_end(tokenizer, ANSWERED, SCHEMA)
         raise
-    return None
 
 
 def turn_end(tokenizer, messages: Messages, tools: list | None, next_role="user") -> tuple:
