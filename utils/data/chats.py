@@ -231,8 +231,9 @@ def begins_early(tokenizer, turns: Messages, tools: list | None) -> bool:
     except ValueError:  # the template parses the texts, so it rejects marks
         return False
     first = spans[-1][0] if spans else len(commonprefix((prompt, text)))
-    marks = [mark for mark in MARKED.finditer(text) if mark.end() > first]
-    return any(int(mark[1]) != len(turns) - 1 for mark in marks)
+    return any(
+        mark.end() > first and int(mark[1]) != len(turns) - 1 for mark in MARKED.finditer(text)
+    )
 
 
 def divided(text: str, turns: list[Chat]) -> list[Chat]:
