@@ -117,9 +117,7 @@ def open_model(name: str, world: World, trust_remote_code: bool) -> Source:
     """find_model, read_config and open_weights. All ranks call it; an error on any rank ends all ranks."""
     folder = find_model(name, world, trust_remote_code)
     with together(world):
-        config = read_config(folder, trust_remote_code)
-        weights = open_weights(folder)
-    return Source(folder, config, weights)
+        return Source(folder, read_config(folder, trust_remote_code), open_weights(folder))
 
 
 def open_weights(folder: Path) -> Weights:
