@@ -323,7 +323,7 @@ def main(cfg: Config) -> Path:
     agree(world, facts, "files")
     with together(world):
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or given_batch, world.size
+            cfg.batch_size, cfg.grad_accum, given_batch or cfg.global_batch_size, world.size
         )
         facts["global_batch_size"] = global_batch
         options = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))

@@ -354,6 +354,12 @@ def finetuned(world, flags):
     return finetune.main(finetune.Config(**flags))
 
 
+def test_fit_changes_no_global_batch_size_that_was_given(tmp_path):
+    flags = {"global_batch_size": 3, "max_rows": 40, "steps": 1, "output_dir": str(tmp_path)}
+    with pytest.raises(AssertionError, match="--global_batch_size 3 is no multiple of"):
+        run_ranks(finetuned, 2, flags | {"fit": "same"})
+
+
 @pytest.mark.parametrize(
     "how",
     [
