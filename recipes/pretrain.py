@@ -367,7 +367,9 @@ def main(cfg: Config) -> Path:
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
-    # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
+    # rest. units() decides, and says why, which are freed after their forward and which their backward needs.
+    # The shards keep the parameters' dtype; gradients are reduced in fp32. The modules of a unit share one
+    # FSDP state: what is set on the first counts for all.
     all_units = units(model, dtype)
     offload = OffloadPolicy()
     unsharded = set()  # parameters that FSDP2 leaves alone
@@ -393,9 +395,12 @@ def main(cfg: Config) -> Path:
             ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
-    # Copies of the model (HSDP) add their gradients once a step, if these are stored as they are reduced.
+    # HSDP with --sync_each_microbatch: the copies all-reduce once a step. Until then FSDP2 keeps the sum of
+    # the micro-batches in fp32 on the device. Gradients that are stored in bf16, or on the host, need less
+    # memory there: they are all-reduced in each micro-batch.
     reduces_once = cfg.param_dtype == "fp32" and not cfg.cpu_offload
-    # The head is gathered while the last layer computes.
+    # The all-gather of the head, often the largest unit, is begun before the last layer computes. FSDP2 alone
+    # begins it when the host reaches the head, which is early enough for layers.
     decoder_layers(model)[-1].set_modules_to_forward_prefetch([model.get_output_embeddings()])
 
     # --- load: the first act that costs memory ----------------------------------------------------
@@ -486,7 +491,8 @@ def main(cfg: Config) -> Path:
             scaler.unscale_(optimizer)
             grad_norm = clip_gradients(model, cfg.clip_norm, in_backward)  # (), on the device
             finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
-            optimizer.found_inf = (~finite).float()  # 1: a fused step changes nothing
+            # As GradScaler does in fp16: with a 1 here torch's fused AdamW changes nothing, and nobody waits.
+            optimizer.found_inf = (~finite).float()
             scaler.step(optimizer)  # in fp16, all ranks skip it if a gradient overflows
             scaler.update()
             model.zero_grad()
