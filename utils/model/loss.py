@@ -260,7 +260,7 @@ def _head_forward(self, hidden, targets=None, per_token=None, chunked=None):
         self.logits_to_loss,
         per_token,
         chunks,
-        torch.is_grad_enabled(),
+        torch.is_grad_enabled(),  # in a Function's forward it is False, and needs_input_grad ignores it
     )
 
 
@@ -280,7 +280,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scale = scale.view(1) if scale.is_cuda else scale
         grads = [d if d is None else d.mul_(scale) for d in ctx.grads]
         del ctx.grads
-        return (*grads, *[None] * 5)
+        return (*grads, *[None] * 5)  # forward takes 5 more: targets to grad
 
 
 def losses_and_grads(

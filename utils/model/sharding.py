@@ -39,6 +39,8 @@ class Unit(NamedTuple):
     param_dtype: torch.dtype  # dtype of the all-gather
     reshard_after_forward: bool = True  # False: the backward needs them right away
     unshard_in_backward: bool = True  # False: the backward does not need them
+    # FSDP2's default is True. Here inputs keep the dtypes that the model gives them (fp32 residuals, rotary
+    # tables), as without FSDP; only a head may need the cast, see units.
     cast_forward_inputs: bool = False
 
 
