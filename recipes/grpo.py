@@ -252,7 +252,7 @@ class Config:
             "--kl_beta: an --adapter that goes on has another start than its base (fix: merge it with"
             " export.py, and give the result as --model)",
         )
-        check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
+        check_adapter_flags(self)
         check(
             (self.model and self.dataset) or (TINY / "config.json").exists(),
             "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)",

@@ -229,7 +229,7 @@ class Config:
         check(
             recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
         )
-        check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
+        check_adapter_flags(self)
         check(
             self.learners > 0,
             f"--generate_ranks {self.generate_ranks} leaves none to train (fix: fewer than {self.gpus})",

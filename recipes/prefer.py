@@ -227,7 +227,7 @@ class Config:
         )
         check(self.label_smoothing < 0.5, "--label_smoothing of half is no preference (fix: 0.1)")
         check_training(self, sft_weight=-1)
-        check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
+        check_adapter_flags(self)
         check(
             (self.model and self.dataset) or (TINY / "config.json").exists(),
             "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)",

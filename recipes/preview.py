@@ -155,7 +155,7 @@ class Config:
             not (self.packing and self.loss == "kto"),
             "--packing: kto pairs each prompt with another answer (fix: without it)",
         )
-        check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
+        check_adapter_flags(self)
 
 
 def main(cfg: Config) -> bool:

@@ -188,7 +188,7 @@ class Config:
 
     def __post_init__(self):
         check_training(self)
-        check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
+        check_adapter_flags(self)
         check(
             (self.model and self.dataset) or (TINY / "config.json").exists(),
             "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)",

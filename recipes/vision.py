@@ -197,7 +197,7 @@ class Config:
     def __post_init__(self):
         check_training(self)
         lora = from_settings(Lora, self)
-        check_adapter_flags(lora, from_settings(Quant, self), self.param_dtype)
+        check_adapter_flags(self)
         self.train = self.train or ("language" if lora else "language,projector")
         parts_of_pictures = parse_parts(self.train) - {"language"}
         fix = "--lora_targets all-linear for language; --modules_to_save for what trains as a whole"

@@ -7,6 +7,7 @@ python -m pytest tests/test_quantize.py
 import json
 import re
 from importlib import import_module
+from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import bitsandbytes.functional as bnb_functional
@@ -75,7 +76,7 @@ def test_quantization_is_refused_where_fsdp2_shards_no_integers():
     """That of torch 2.11 does not."""
     said = ""
     try:
-        check_adapter_flags(Lora(lora_rank=4), Quant("8bit"), "fp32")
+        check_adapter_flags(SimpleNamespace(lora_rank=4, quantization="8bit", param_dtype="fp32"))
     except ConfigError as error:
         said = str(error)
     assert said.startswith("--quantization: FSDP2 of torch 2.") != run_ranks(shards_integers, 1)[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..run.errors import check
+from ..run.settings import from_settings
 from .folder import read_json
 
 SHARDS_INTEGERS = torch.__version__ >= "2.12"  # FSDP2 does
@@ -62,8 +63,10 @@ def changed_flags(options: Lora | Quant) -> str:
     )
 
 
-def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
+def check_adapter_flags(cfg: object) -> None:
     """Raise ConfigError if flags of adapters or of a quantized base do not fit together."""
+    lora = from_settings(Lora, cfg)
+    quant = from_settings(Quant, cfg)
     changed = changed_flags(lora)
     check(
         lora or not changed, f"{changed} without --lora_rank changes nothing (fix: --lora_rank 16)"
@@ -88,7 +91,7 @@ def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
         "--int8_mode llm_int8 is of --quantization 8bit (fix: leave it out)",
     )
     check(
-        not lora or param_dtype == "fp32",
+        not lora or cfg.param_dtype == "fp32",
         "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
         " (fix: leave it out)",
     )
