@@ -388,14 +388,7 @@ def main(cfg: Config) -> Path:
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         earlier.check_facts(facts, steps, cfg.allow_new_data)
-        disk = estimate_disk(
-            source.weights,
-            steps,
-            cfg.save_every,
-            cfg.keep,
-            cfg.optimizer,
-            DTYPES[cfg.param_dtype],
-        )
+        disk = estimate_disk(source.weights, steps, cfg, DTYPES[cfg.param_dtype])
     check_space(out, 0 if lora else disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)

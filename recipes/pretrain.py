@@ -312,9 +312,7 @@ def main(cfg: Config) -> Path:
         steps = cfg.steps or loader.steps(cfg.tokens, cfg.epochs)
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         earlier.check_facts(facts, steps, cfg.allow_new_data)
-        disk = estimate_disk(
-            source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype
-        )
+        disk = estimate_disk(source.weights, steps, cfg, param_dtype)
     check_space(out, disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_data(cfg.dataset, loader.summary(), examples, held_out)

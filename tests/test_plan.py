@@ -148,7 +148,7 @@ def test_the_disk_that_a_run_asks_for_is_what_it_takes(flags, tmp_path, param_dt
     out = run(**asked, output_dir=str(tmp_path))
     files = [*out.glob("checkpoints/*/*.distcp"), *out.glob("model/*.safetensors")]
     weights = open_weights(Path(flags["model"]))
-    estimate = estimate_disk(weights, 2, 1, 0, "adamw", DTYPES[param_dtype])
+    estimate = estimate_disk(weights, 2, finetune.Config(**asked), DTYPES[param_dtype])
     assert 1 <= sum(file.stat().st_size for file in files) / estimate < 1.2  # headers of the files
 
 

@@ -177,17 +177,16 @@ def room_sentence(setting: Setting, need: Need, room: Room, answer: str) -> str:
     )
 
 
-def estimate_disk(
-    weights: dict, steps: int, save_every: int, keep: int, optimizer: str, dtype: torch.dtype
-) -> int:
+def estimate_disk(weights: dict, steps: int, cfg: object, dtype: torch.dtype) -> int:
     """Bytes on disk of the final model and of the checkpoints that exist at the same time.
 
-    weights: from open_weights, of the model folder. A checkpoint has weights of `dtype` and two moments per
-    weight, of this dtype or in 8 bit.
+    weights: from open_weights, of the model folder. cfg: the settings of the run. A checkpoint has weights of
+    `dtype` and two moments per weight, of this dtype or in 8 bit.
     """
-    saves = math.ceil(steps / save_every) if save_every else 0
-    saves = min(saves, keep + 1) if keep else saves
-    checkpoint_bytes = saves * (dtype.itemsize + 2 * (1 if "8bit" in optimizer else dtype.itemsize))
+    saves = math.ceil(steps / cfg.save_every) if cfg.save_every else 0
+    saves = min(saves, cfg.keep + 1) if cfg.keep else saves
+    moment_bytes = 1 if "8bit" in cfg.optimizer else dtype.itemsize
+    checkpoint_bytes = saves * (dtype.itemsize + 2 * moment_bytes)
     return sum(
         math.prod(info.shape) * (info.dtype.itemsize + checkpoint_bytes)
         for info in weights.values()
