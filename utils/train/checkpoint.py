@@ -1,7 +1,7 @@
 """Crash-safe sharded checkpoints, written synchronously or in the background. resume.py reads them.
 
 OUT/checkpoints/step_00000100/ holds the files of torch's DCP (one file of tensors per rank, and `.metadata`,
-which says where each shard is), state.json, and manifest.json with the size and SHA-256 of each file. All
+which says where each shard is), state.json, and manifest.json with the SHA-256 of each file. All
 files are written to a temporary folder, synced to disk, and the folder is renamed at the end. So a checkpoint
 is complete or absent. DCP can load it into any other sharding.
 
