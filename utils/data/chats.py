@@ -23,7 +23,7 @@ from .tokens import (
     MARK,
     SCHEMA,
     Encoded,
-    Sequence,
+    IdsAndMask,
     encode,
     hidden,
     render,
@@ -256,7 +256,7 @@ def divided(text: str, turns: list[Chat]) -> list[Chat]:
 # --- text -> ids
 
 
-def encode_chat(tokenizer, chat: Chat) -> Sequence:
+def encode_chat(tokenizer, chat: Chat) -> IdsAndMask:
     """(ids, mask) of T tokens.
 
     The ids are those of apply_chat_template(messages), with one exception. If a prompt does not end at a

@@ -7,7 +7,7 @@ from collections import Counter
 
 from .chats import SPELLED, Chat, encode_chat, render_chats
 from .formats import Messages, to_messages
-from .tokens import Sequence, adds_bos, encode, hidden
+from .tokens import IdsAndMask, adds_bos, encode, hidden
 
 
 def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
@@ -51,7 +51,7 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     return form
 
 
-def encode_plain(tokenizer, messages: Messages, notes: Counter) -> Sequence:
+def encode_plain(tokenizer, messages: Messages, notes: Counter) -> IdsAndMask:
     """(ids, mask) of a row without turns: token ids, or texts that are joined without a template.
 
     A text is trained if its weight is 1. The end-of-text token is trained if the last text is. A token that

@@ -122,7 +122,7 @@ BUILT_IN = {
 """,
 }
 
-Sequence = tuple[list[int], bytearray]  # (ids, loss mask) of T tokens each
+IdsAndMask = tuple[list[int], bytearray]  # (ids, loss mask) of T tokens each
 # (text, the characters [first, last) between {% generation %} marks, if the template has any)
 Rendered = tuple[str, list[tuple[int, int]]]
 
