@@ -191,7 +191,7 @@ def share_numel(parameter: nn.Parameter, shards: int) -> int:
 
 
 @dataclass(eq=False)
-class Unit:
+class UnitBytes:
     """Bytes of one FSDP2 unit. Parameters that a single rank uses as they are stored have gradients only."""
 
     gathered: int = 0  # the whole parameters, padded, in the dtype of the all-gather
@@ -225,7 +225,7 @@ def units_of(model: nn.Module, setting: Setting) -> tuple:
         unsharded = sharding.stored_as_computed(units, accumulates)
 
     def unit_of(parameters):
-        unit = Unit()
+        unit = UnitBytes()
         for p in parameters:
             shard_numel = share_numel(p, setting.shards)
             padded_numel = 0 if p in unsharded else shard_numel * setting.shards
@@ -310,7 +310,7 @@ class Replay:
         self.add("activations", segment.rest - grads)
         self.add("whole gradients", grads)
 
-    def fetch(self, unit: Unit) -> None:
+    def fetch(self, unit: UnitBytes) -> None:
         """Begin the all-gather of a unit. A single rank copies its parameters one by one."""
         if unit in self.open or unit in self.fetched:
             return
@@ -319,7 +319,7 @@ class Replay:
         self.add("buffers", buffer + freed, self.gather_stream)
         self.free("buffers", freed, self.gather_stream)
 
-    def unshard(self, unit: Unit, forward: bool) -> None:
+    def unshard(self, unit: UnitBytes, forward: bool) -> None:
         """Gather a unit. In the forward the buffer of an all-gather lives until the next one is copied out: a
         variable of FSDPParamGroup.wait_for_unshard holds it.
         """
@@ -338,13 +338,13 @@ class Replay:
         self.free("buffers", self.unfreed_bytes, self.gather_stream)
         self.unfreed_bytes = 0
 
-    def reshard(self, unit: Unit) -> None:
+    def reshard(self, unit: UnitBytes) -> None:
         """Free the gathered parameters of a unit."""
         if unit in self.open:
             self.open.remove(unit)
             self.free("gathered", unit.gathered)
 
-    def reduce(self, unit: Unit, sync: bool) -> None:
+    def reduce(self, unit: UnitBytes, sync: bool) -> None:
         """Reshard a unit after its backward, and reduce its gradients. The input of a reduce-scatter lives
         until the next one begins. Its output becomes the unit's gradients, or is added to them.
         """

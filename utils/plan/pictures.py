@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ..model.sharding import PROJECTOR, language_model, tower_layers
-from .need import Replay, Unit
+from .need import Replay, UnitBytes
 from .trace import LiveBytes, Segment, aten, on_meta, parameters_in, segments_of, tensors_in
 
 INDEXED = (aten.index, aten.index_put, aten.index_put_)
@@ -292,7 +292,7 @@ class Before(NamedTuple):
         del embedded, features
         return language_model(self.model)(**arguments).last_hidden_state
 
-    def forward(self, replay: Replay, towers: list[Unit]) -> None:
+    def forward(self, replay: Replay, towers: list[UnitBytes]) -> None:
         """The part of a step between the embedding and the blocks."""
         for call in self.calls:
             if call.layer >= 0:
@@ -301,7 +301,7 @@ class Before(NamedTuple):
             if call.layer >= 0 and replay.setting.reshard_after_forward:
                 replay.reshard(towers[call.layer])
 
-    def backward(self, replay: Replay, towers: list[Unit], sync: bool) -> None:
+    def backward(self, replay: Replay, towers: list[UnitBytes], sync: bool) -> None:
         """The part of a step after the backward of the blocks."""
         for call in reversed([call for call in self.calls if call.trains]):
             if call.layer < 0:
