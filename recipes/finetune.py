@@ -293,7 +293,7 @@ def main(cfg: Config) -> Path:
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
-            check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
+            check_in_backward(cfg, micro_batches)
         Batches = GlobalBatches
         options = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         if cfg.packing:

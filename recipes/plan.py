@@ -204,7 +204,7 @@ class Config:
             " a longer --seq_len)",
         )
         if self.optimizer_in_backward:
-            check_in_backward(0, self.micro_batches, self.dtype, self.cpu_offload)
+            check_in_backward(self, self.micro_batches)
         check(
             self.images or not self.train,
             "--train is of vision.py, and the sizes of the pictures are missing (fix: --images 1024x1024)",

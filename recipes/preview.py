@@ -296,7 +296,7 @@ def main(cfg: Config) -> bool:
     if cfg.optimizer_in_backward:
         from utils.train.in_backward import check_in_backward
 
-        check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
+        check_in_backward(cfg, micro_batches)
     if cfg.loss == "kto":
         text = "--loss kto compares each answer with another of its global batch"
         check(global_batch > 1, f"{text} (fix: --global_batch_size 8)")

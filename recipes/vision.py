@@ -334,7 +334,7 @@ def main(cfg: Config) -> Path:
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
-            check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
+            check_in_backward(cfg, micro_batches)
         loader.multiple = multiple
         if held_out:
             eval_loader = PictureBatches(held_out, cfg.seed, cfg.batch_size * world.size, *options)

@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import finetune
@@ -520,7 +521,7 @@ def test_what_needs_all_gradients_at_a_time_is_refused_beside_it(setting, tmp_pa
 def test_the_fix_for_micro_batches_in_backward_leaves_one(grad_accum, global_batch):
     _, micro_batches = divide_batch(2, grad_accum, global_batch, ranks=2)
     with pytest.raises(ConfigError) as refused:
-        check_in_backward(0.0, micro_batches, "fp32", False)
+        check_in_backward(SimpleNamespace(dtype="fp32", cpu_offload=False), micro_batches)
     words = r"--grad_accum (\d), and with --global_batch_size .* --batch_size (\d) times as large"
     grad_accum, times = map(int, re.search(words, str(refused.value)).groups())
     rows = 2 * times if global_batch else 2

@@ -19,8 +19,9 @@ from ..run.distributed import sum_on_device
 from ..run.errors import check
 
 
-def check_in_backward(clip_norm: float, micro_batches: int, dtype: str, offload: bool) -> None:
+def check_in_backward(cfg: object, micro_batches: int) -> None:
     """Raise ConfigError for settings that need all gradients of a step at the same time."""
+    clip_norm = vars(cfg).get("clip_norm", 0)  # plan.py has none
     check(
         not clip_norm,
         f"--optimizer_in_backward: the norm that --clip_norm {clip_norm:g} needs is known only after the"
@@ -32,12 +33,12 @@ def check_in_backward(clip_norm: float, micro_batches: int, dtype: str, offload:
         f" and with --global_batch_size or a resume a --batch_size {micro_batches} times as large)",
     )
     check(
-        dtype != "fp16",
+        cfg.dtype != "fp16",
         "--optimizer_in_backward: in fp16 a step is left out where any gradient overflows"
         " (fix: --dtype bf16)",
     )
     check(
-        not offload,
+        not cfg.cpu_offload,
         "--optimizer_in_backward: with --cpu_offload no gradient stays on a GPU (fix: leave one out)",
     )
 
