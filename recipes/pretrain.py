@@ -278,7 +278,7 @@ def main(cfg: Config) -> Path:
             masked=cfg.document_mask and attn != "varlen",
             repeats_keys=lacks_grouped_kernels(world.device, dtype),
         )
-        plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
+        plan = plan_memory(setting, world, cfg.fit, fitted, cfg.force)
     cfg = replace(cfg, **plan.chosen)
     facts = {
         "seed": cfg.seed,

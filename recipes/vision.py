@@ -308,7 +308,7 @@ def main(cfg: Config) -> Path:
             sync_each_microbatch=cfg.sync_each_microbatch or single_rows.separates,
             repeats_keys=lacks_grouped_kernels(world.device, dtype),
         )
-        plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
+        plan = plan_memory(setting, world, cfg.fit, fitted, cfg.force)
     cfg = replace(cfg, **plan.chosen)
     lora = from_settings(Lora, cfg)
     quant = from_settings(Quant, cfg)

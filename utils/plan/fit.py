@@ -101,11 +101,11 @@ def compare_reserved(ranks: tuple, comfortable: int) -> dict:
     return {"peak_reserved_bytes": reserved, "reserved_error": error}
 
 
-def plan_memory(setting: Setting, world: World, fit="", fitted=False, force=False) -> MemoryPlan:
+def plan_memory(setting: Setting, world: World, fit="", fitted=(), force=False) -> MemoryPlan:
     """Whether a training run fits, before anything is allocated.
 
-    fit: "same" searches for settings that fit, "any" also for LoRA and a quantized base. fitted: an earlier
-    start has chosen the settings, and they stay. If the run does not fit, it raises ConfigError with the
+    fit: "same" searches for settings that fit, "any" also for LoRA and a quantized base. fitted: what an
+    earlier start has chosen, if it has; it stays. If the run does not fit, it raises ConfigError with the
     smallest change that fits, unless `force`.
     """
     room = available_room(world)
