@@ -259,7 +259,9 @@ def main(cfg: Config) -> Path:
         check_vocab(tokenizer, source.config.get_text_config().vocab_size)
         dtype = DTYPES[cfg.dtype]
         param_dtype = DTYPES[cfg.param_dtype]
-        attn = cfg.attn.replace("varlen", "auto")
+        attn = cfg.attn.replace(
+            "varlen", "auto"
+        )  # settle_attention needs the model to say if it can
         model = build_model(source.config, param_dtype, attn, trust)  # on meta
         if cfg.packing or cfg.attn == "varlen":
             from utils.model.attention import check_packing, settle_attention, wants_flat_packs
@@ -625,7 +627,7 @@ def main(cfg: Config) -> Path:
 
         print_resume_command(stop, checkpoint, cfg, world)
         return out
-    set_timeout()
+    set_timeout()  # a save may take longer than a step
 
     # --- save: each rank writes its own bytes of the final files ----------------------------------
     act("save")

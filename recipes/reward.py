@@ -534,7 +534,7 @@ def main(cfg: Config) -> Path:
 
         print_resume_command(stop, checkpoint, cfg, world)
         return out
-    set_timeout()
+    set_timeout()  # a save may take longer than a step
 
     # --- save: each rank writes its own bytes of the final files ----------------------------------
     act("save")
