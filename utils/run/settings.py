@@ -167,11 +167,6 @@ def check_training(cfg: object, **least: int) -> None:
         "--adapter belongs to one base (fix: --model BASE, which its adapter_config.json names)",
     )
     check(cfg.lr > 0, f"--lr {cfg.lr} trains nothing (fix: --lr {type(cfg).lr:g})")
-    if cfg.param_dtype == "bf16" and cfg.lr < 1e-4:
-        print0(
-            f"warning: in bf16 weights most updates of --lr {cfg.lr:g} are rounded away (fix: fp32"
-            " weights, with --optimizer adamw_8bit if they do not fit; or a higher --lr)"
-        )
     check(
         cfg.activation_checkpointing != "none" or not cfg.activation_offload,
         "--activation_offload has no inputs (fix: --activation_checkpointing full)",
@@ -184,8 +179,14 @@ def check_training(cfg: object, **least: int) -> None:
 
 def check_packages(cfg: object, gpu: str) -> None:
     """Raise ConfigError if a package that the settings need is not installed, or does not support their dtype
-    or device. gpu: the name of the GPU; "" without one.
+    or device. gpu: the name of the GPU; "" without one. It also warns of a rate that is low for bf16 weights,
+    since a recipe calls it once, and makes its Config several times.
     """
+    if cfg.param_dtype == "bf16" and cfg.lr < 1e-4:
+        print0(
+            f"warning: in bf16 weights most updates of --lr {cfg.lr:g} are rounded away (fix: fp32"
+            " weights, with --optimizer adamw_8bit if they do not fit; or a higher --lr)"
+        )
     for name in ("tensorboard", "wandb"):
         if vars(cfg)[name]:
             spec = find_spec(name)
