@@ -321,8 +321,8 @@ def main(cfg: Config) -> Path:
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
-        f"batch     {global_batch} = {cfg.batch_size} rows x {world.size} ranks x {micro_batches}"
-        f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
+        f"batch     {global_batch} = {cfg.batch_size} {'packs' if cfg.packing else 'rows'} x {world.size}"
+        f" ranks x {micro_batches} micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
     print0(
         f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule};"

@@ -324,7 +324,7 @@ def main(cfg: Config) -> bool:
         adapters = " by adapters" if lora else ""
         print0(f"train     {train}{adapters}; pictures of {source.config.model_type}")
     print0(f"ranks     {mesh_sentence(world._replace(size=ranks), axes)}")
-    unit = "packs" if cfg.loss and cfg.packing else examples.unit
+    unit = "packs" if cfg.packing else examples.unit
     text = f"{cfg.batch_size} {unit} x {ranks} ranks x {micro_batches} micro-batches"
     print0(
         f"batch     {global_batch} = {text}; {steps} steps, rows of at most {cfg.seq_len} tokens"
