@@ -45,9 +45,9 @@ from utils.model.sharding import DTYPES, lacks_grouped_kernels, reshard, settle_
 from utils.plan.generation import estimate_generation, plan_generation
 from utils.run.distributed import (
     World,
+    all_gather,
     broadcast,
     build_mesh,
-    gather,
     init_distributed,
     stop_distributed,
     together,
@@ -328,7 +328,7 @@ def answer(
             decoded = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
             texts |= zip(batch, decoded, strict=True)
     reshard(model)  # until then FSDP2 notes each forward
-    for part in gather(world, texts):
+    for part in all_gather(world, texts):
         texts |= part
     answers = [texts[i] for i in asked]
     return answers if cfg.raw else [text.strip() for text in answers]

@@ -34,7 +34,7 @@ from utils.model.loss import add_chunked_loss, settle_chunked_loss, summed_cross
 from utils.model.saving import save_model
 from utils.model.sharding import norms_and_biases, recompute_activations
 from utils.plan.generation import estimate_generation
-from utils.run.distributed import build_mesh, gather
+from utils.run.distributed import all_gather, build_mesh
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE
 from utils.train.profiling import flops_per_token, matmul_parameters
@@ -93,7 +93,7 @@ def sweep(world, model_type: str, root: Path) -> list[str]:
         config.output_router_logits = True
     if world.rank == 0:
         family_model(model_type, config=config).save_pretrained(folder)
-    gather(world, None)
+    all_gather(world, None)
     try:
         plan_pieces(build_model(config, torch.float32), open_weights(folder), folder)
     except ConfigError as error:
@@ -104,7 +104,7 @@ def sweep(world, model_type: str, root: Path) -> list[str]:
             family_model(model_type, config=config).save_pretrained(
                 folder, save_original_format=False
             )
-        gather(world, None)
+        all_gather(world, None)
 
     wrong = []
     for dtype in (torch.float32, torch.bfloat16):

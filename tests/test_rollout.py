@@ -24,7 +24,7 @@ from utils.model.log_probs import token_log_probs
 from utils.model.lora import base_names, init_lora
 from utils.model.loss import add_chunked_loss, summed_cross_entropy
 from utils.model.sharding import recompute_activations, units
-from utils.run.distributed import ALONE, build_mesh, gather
+from utils.run.distributed import ALONE, all_gather, build_mesh
 from utils.run.units import IGNORE
 from utils.train.rollout import Sampling, draw_tokens, gathered, generate, random_numbers
 
@@ -255,7 +255,7 @@ def on_ranks(world, *folder):
     all_drawn = []
     for part in (drawn, lockstep):
         merged = {}
-        for completions in gather(world, part):
+        for completions in all_gather(world, part):
             assert not merged.keys() & completions.keys()
             merged |= completions
         all_drawn.append(dict(sorted(merged.items())))

@@ -34,10 +34,10 @@ from utils.run.distributed import (
     ALONE,
     START_SECONDS,
     agree,
+    all_gather,
     all_reduce_sum,
     broadcast,
     build_mesh,
-    gather,
     set_timeout,
     sum_on_device,
     together,
@@ -159,7 +159,7 @@ def travel(world, generate_ranks, layout, kind, dtype):
             lockstep = generate(model, prompts, keys, SAMPLING, roles.own, lockstep=True)
             assert lockstep == drawn
     facts["completions"] = {}
-    for found in gather(roles.joint, drawn):
+    for found in all_gather(roles.joint, drawn):
         assert not facts["completions"].keys() & found.keys()
         facts["completions"] |= found
     return facts | {"wire": vars(wire)}
@@ -337,7 +337,7 @@ def meet(world, generate_ranks, folder):
         time.sleep(0.5)
     last = own.size - 1
     found = [
-        gather(own, world.rank),
+        all_gather(own, world.rank),
         broadcast(own, world.rank, last),
         all_reduce_sum(world.rank, own),
         sum_on_device(torch.tensor(float(world.rank)), build_mesh(own)).item(),

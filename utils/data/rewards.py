@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..run.distributed import World, gather, together
+from ..run.distributed import World, all_gather, together
 from ..run.errors import ConfigError, check, others_code, print0, reason_of_others
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
@@ -181,7 +181,7 @@ def reward_all(
         for start in range(0, len(asked), group_size)[world.rank :: world.size]:
             part = slice(start, start + group_size)
             values_of_all |= enumerate(score(rewards, asked[part], texts[part], ids[part]), start)
-    for of_rank in gather(world, values_of_all):
+    for of_rank in all_gather(world, values_of_all):
         values_of_all |= of_rank
     for i, values in values_of_all.items():
         if {*values.values()} == {None} and not scores:

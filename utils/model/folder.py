@@ -21,7 +21,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES as DTYPES  # {"BF16": torch.bfloat16, ...}
 
-from ..run.distributed import World, gather, host_name, together
+from ..run.distributed import World, all_gather, host_name, together
 from ..run.errors import ConfigError, check, first_five, others_code
 from ..run.files import AGAIN, did_you_mean, file_inside, impostor
 
@@ -70,7 +70,7 @@ def find_model(name: str | Path, world: World, trust_remote_code: bool) -> Path:
     huggingface_hub does the transfer; if the hub does not answer, it uses its cache.
     """
     folder = Path(name)
-    found = gather(world, folder.is_dir())
+    found = all_gather(world, folder.is_dir())
     if all(found):
         return folder
     with together(world):
@@ -90,7 +90,7 @@ def find_model(name: str | Path, world: World, trust_remote_code: bool) -> Path:
 
             fetched = fetch(name, trust_remote_code, did_you_mean(folder))
     # the folder that the first rank of this machine has fetched
-    return Path(gather(world, fetched)[world.rank - world.local_rank])
+    return Path(all_gather(world, fetched)[world.rank - world.local_rank])
 
 
 def tokenizer_of(adapter: str) -> str:

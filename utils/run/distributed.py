@@ -152,7 +152,7 @@ def check_own_gpus(world: World, gpu: str) -> None:
     """Raise ConfigError if two ranks use the same GPU. gpu: its UUID, if the launcher does not show all GPUs
     to each rank; "" if it does, because then each rank takes its own by number.
     """
-    sharing = gather(world, gpu).count(gpu)
+    sharing = all_gather(world, gpu).count(gpu)
     with together(world):
         check(
             not gpu or sharing == 1,
@@ -204,7 +204,7 @@ def patience():
     _set_timeouts(before.total_seconds())
 
 
-def gather(world: World, value: object) -> list:
+def all_gather(world: World, value: object) -> list:
     """Every rank's `value`, in the order of ranks, on every rank."""
     values = [value] * world.size
     if world.size > 1:
@@ -250,7 +250,7 @@ def together(world: World, patient=False):
         errors = error.lines
     ranks_of = {}  # line -> the ranks that have it
     with patience() if patient and world.size > 1 else nullcontext():
-        of_ranks = gather(world, errors)
+        of_ranks = all_gather(world, errors)
     for rank, lines in enumerate(of_ranks):
         for line in lines:
             ranks_of.setdefault(line, []).append(str(rank))

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..model.log_probs import per_sequence, token_log_probs
 from ..model.sharding import reshard
 from ..run.cached import cache_folder
-from ..run.distributed import World, all_reduce_sum, broadcast, gather, sum_on_device, together
+from ..run.distributed import World, all_gather, all_reduce_sum, broadcast, sum_on_device, together
 from ..run.errors import check, print0
 from ..run.files import replace_file
 
@@ -85,7 +85,7 @@ class Reference:
                         f"{file}: an answer has {known[key]:.3f} nats there, {value:.3f} here"
                         " (fix: remove the file)",
                     )
-            for of_rank in gather(self.world, found):
+            for of_rank in all_gather(self.world, found):
                 for key, value in of_rank.items():
                     known.setdefault(key, value)  # what a run has read from the file stays
             found.clear()

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..run.distributed import ALONE, World, broadcast, gather, together
+from ..run.distributed import ALONE, World, all_gather, broadcast, together
 from ..run.errors import ConfigError, check, differences, others_code, print0, story
 from ..run.folder import Resumed
 from .checkpoint import Optimizer, checkpoint_tensors, complete_checkpoints, reason_of
@@ -175,7 +175,7 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
         found = [named_checkpoint("--resume", resume, world)]
     damaged = {}  # checkpoint -> what is wrong with it
     for checkpoint in found:
-        problems = sorted({*gather(world, damage(checkpoint, world.rank, world.size))} - {""})
+        problems = sorted({*all_gather(world, damage(checkpoint, world.rank, world.size))} - {""})
         if not problems:
             break
         damaged[checkpoint] = "; ".join(problems)

@@ -33,7 +33,7 @@ from ..model.sharding import (
     reshard,
     units,
 )
-from ..run.distributed import World, gather, together
+from ..run.distributed import World, all_gather, together
 from ..run.errors import check, differences, others_code, print0
 from ..run.files import file_inside
 from .checkpoint import checkpoint_tensors
@@ -294,7 +294,7 @@ class RewardModel:
             values = self.model(ids.to(world.device), ends=ends)
             scores |= zip(part, values.flatten().tolist(), strict=True)
         reshard(self.model)  # without a backward, FSDP2 keeps some units gathered
-        for of_rank in gather(world, scores):
+        for of_rank in all_gather(world, scores):
             scores |= of_rank
         return [scores[i] for i in range(count)]
 

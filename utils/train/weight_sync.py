@@ -24,9 +24,9 @@ from ..model.loading import is_writer, local, local_box, whole
 from ..run.distributed import (
     BACKENDS,
     World,
+    all_gather,
     all_reduce_sum,
     broadcast,
-    gather,
     patience,
     set_timeout,
 )
@@ -94,7 +94,7 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
             held[name] = (parameter.shape, parameter.dtype, rows)
     # Before point-to-point transfers among some ranks, NCCL needs a collective of all ranks.
     dist.all_reduce(torch.zeros(1, device=roles.joint.device), group=roles.joint.group)
-    of_ranks = gather(roles.joint, held)
+    of_ranks = all_gather(roles.joint, held)
     return [
         Weight(name, *of_ranks[-1][name][:2], [of_rank[name][-1] for of_rank in of_ranks])
         for name in of_ranks[0]
