@@ -226,9 +226,8 @@ def main(cfg: Config) -> Path:
         stored_dtype = source.config.dtype or torch.float32  # build_model changes it
         dtype = DTYPES[cfg.dtype]
         param_dtype = DTYPES[cfg.param_dtype]
-        attn = cfg.attn.replace(
-            "varlen", "auto"
-        )  # settle_attention needs the model to say if it can
+        # varlen is set later: settle_attention asks the model whether it can
+        attn = cfg.attn.replace("varlen", "auto")
         model = build_model(source.config, param_dtype, attn, trust)  # on meta
         if cfg.document_mask or cfg.attn == "varlen":
             from utils.model.attention import check_packing, settle_attention, wants_flat_packs
