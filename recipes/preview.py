@@ -249,6 +249,11 @@ def main(cfg: Config) -> bool:
         )
         if not single_rows.patches.any():  # no row has a picture
             train = "language"
+        check(
+            lora or "language" in parse_parts(train) or single_rows.patches.all(),
+            f"{(single_rows.patches == 0).sum():,} rows have no picture, and the language model is frozen:"
+            " they have no gradient (fix: leave them out, or --train language too)",
+        )
         picture_settings = {
             "kind": "pictures",
             "train": "" if lora else train,

@@ -347,7 +347,6 @@ def main(cfg: Config) -> Path:
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
-    print0(f"train     {train}{' by adapters' if lora else ''}")
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
         f"batch     {global_batch} = {cfg.batch_size} rows x {world.size} ranks x {micro_batches}"
@@ -378,6 +377,7 @@ def main(cfg: Config) -> Path:
     else:
         freeze_parts(model, parse_parts(train), dtype)
     rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}  # 0: --lr
+    trained_parts = []
     with together(world):
         for part, names in part_names(model).items():
             trains = any(model.get_parameter(name).requires_grad for name in names)
@@ -388,6 +388,8 @@ def main(cfg: Config) -> Path:
                 f"{(patches == 0).sum():,} rows have no picture, and the language model is frozen: they have"
                 " no gradient (fix: leave them out, or --train language too; with LoRA see --lora_targets)",
             )
+            trained_parts += [part] * trains
+    print0(f"train     {','.join(trained_parts)}{' by adapters' if lora else ''}")
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.activation_offload:

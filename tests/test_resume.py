@@ -307,7 +307,7 @@ def train_with_a_signal(world, flags, out, name="finetune"):
     try:
         return train(world, flags, out, name)
     finally:
-        signals._received.clear()  # this process goes on with other tests
+        signals.received.clear()  # this process goes on with other tests
         signal.set_wakeup_fd(-1)
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -5,9 +5,12 @@ python -m pytest tests/test_rewards.py
 
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from shell import ROOT
@@ -325,6 +328,55 @@ def test_a_function_that_ends_the_process_is_named(rules):
         score(rewards, asked, ["a"], [[5]])
 
 
+def test_an_error_of_one_call_for_all_completions_blames_none_of_them(rules):
+    rules.write_text(
+        "def inner():\n    raise RuntimeError('judge')\n"
+        "def batched(completions, **columns):\n"
+        "    if len(completions) > 1:\n        inner()\n"
+        "    return [0.0]\n"
+        "def parts(completions, **columns):\n    return {'a': 1}\n"
+    )
+    asked = [Question([], "p", {}, "rows.jsonl:1", None)] * 2
+    with pytest.raises(ConfigError) as refused:
+        score(parse_rewards(f"{rules}:batched"), asked, ["a", "b"], [[5], [6]])
+    said = str(refused.value)
+    assert f"RuntimeError: judge ({rules}:5); rows.jsonl:1, 2 completions in one call" in said
+    assert "none fails alone (fix: catch it in the function and return None;" in said
+    with pytest.raises(ConfigError, match="parts: ValueError.*a list is returned"):
+        score(parse_rewards(f"{rules}:parts"), asked[:1], ["a"], [[5]])
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_signal_that_also_ends_what_a_reward_has_started_changes_no_reward(tmp_path, checks):
+    """Ctrl-C in a terminal goes to all its processes."""
+    (tmp_path / "rules.py").write_text(
+        "import subprocess\n"
+        "def passes(completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    print('asks', flush=True)\n"
+        f"    done = subprocess.run(['sleep', '2'], check={checks})\n"
+        "    return [float(done.returncode == 0)]\n"
+        "calls = []\n"
+    )
+    (tmp_path / "run.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from utils.data.rewards import parse_rewards, score\n"
+        "from utils.data.questions import Question\n"
+        "from utils.run import signals\n"
+        "signals.stop_at_once()\n"
+        "signals.stop_after_step()\n"
+        "rewards = parse_rewards(sys.argv[1] + ':passes')\n"
+        "asked = [Question([], 'p', {}, 'rows.jsonl:1', None)]\n"
+        "print(score(rewards, asked, ['a'], [[5]]), len(sys.modules['rules'].calls))\n"
+    )
+    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "rules.py")]
+    with subprocess.Popen(command, stdout=-1, text=True, start_new_session=True) as run:
+        assert run.stdout.readline() == "asks\n"
+        time.sleep(0.5)
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.stdout.read().endswith("[{'passes': 1.0}] 2\n")
+
+
 def test_messages_are_compared_by_their_text():
     prompt = [[{"role": "user", "content": "?"}]]
     for flag in ("exact", "number", "regex:(.*)"):
@@ -503,7 +555,7 @@ def test_a_process_that_a_reward_forks_ends_when_told_to_and_is_no_signal_to_the
         "worker.terminate()\n"
         "worker.join()\n"
         "time.sleep(0.3)\n"
-        "print(worker.exitcode, signals._received)\n"
+        "print(worker.exitcode, signals.received)\n"
     )
     command = [sys.executable, str(tmp_path / "forks.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)

@@ -266,11 +266,14 @@ def encode_chat(tokenizer, chat: Chat) -> IdsAndMask:
     mask = bytearray(len(tokens.ids))
     for first, last, exact in chat.spans:
         begin = bisect_right(tokens.ends, first)  # the first token that ends after `first`
-        if exact and added_ids(tokenizer) & {*tokens.ids[begin : begin + 1]}:
-            # Phi-3: an added token of the prompt also holds the white space that begins the answer.
-            of_answer = chat.text[first : tokens.ends[begin]]
-            if tokens.starts[begin] < first and of_answer.isspace():
-                begin += 1
+        # Phi-3: an added token of the prompt also holds the white space that begins the answer.
+        if (
+            exact
+            and added_ids(tokenizer) & {*tokens.ids[begin : begin + 1]}
+            and tokens.starts[begin] < first
+            and chat.text[first : tokens.ends[begin]].isspace()
+        ):
+            begin += 1
         end = bisect_left(tokens.starts, last)  # the first one that starts at `last` or later
         mask[begin:end] = b"\1" * (end - begin)
     return tokens.ids, mask
@@ -305,8 +308,7 @@ def stands_alone(tokenizer, text: str, first: int, tokens: Encoded) -> bool:
     while i and tokens.ids[i - 1] not in added:
         i -= 1
     i = max(i - 1, 0)
-    before = text[tokens.starts[i] if i else 0 : first]
-    return _ids(tokenizer, before) == tokens.ids[i:begin]
+    return _ids(tokenizer, text[tokens.starts[i] if i else 0 : first]) == tokens.ids[i:begin]
 
 
 @lru_cache(maxsize=4096)

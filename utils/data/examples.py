@@ -224,7 +224,8 @@ def load_examples(rows: Rows, tokenizer) -> Examples:
     size_bytes = sum(file.stat().st_size for source in sources for file in source.files)
     encode = partial(encode_rows, tokenizer=tokenizer, rows=rows)
     write = partial(write_tokens, sources, rows)
-    if size_bytes > SMALL and not rows.max_rows:
+    small = SMALL // 16 if rows.processor else SMALL  # every picture is opened
+    if size_bytes > small and not rows.max_rows:
         from .cache import cached_tokens
 
         return read_tokens(cached_tokens(sources, encode, write, read_tokens))

@@ -41,10 +41,12 @@ def sequences(examples: Examples) -> Examples:
     only ids, labels, lengths and names, as longest_row and check_positions do; counts are still per pair.
     """
     middles = examples.bounds[:-1] + examples.row_sizes
-    bounds = torch.cat([examples.bounds, middles]).sort().values
-    where = Twice(examples.where)
-    rows = (2 * examples.numbers[:, None] + torch.arange(2)).flatten()
-    return replace(examples, bounds=bounds, rows=rows, where=where)
+    return replace(
+        examples,
+        bounds=torch.cat([examples.bounds, middles]).sort().values,
+        rows=(2 * examples.numbers[:, None] + torch.arange(2)).flatten(),
+        where=Twice(examples.where),
+    )
 
 
 class Pairs:

@@ -392,18 +392,18 @@ def file_of(source: str, folder: str) -> Path | io.BytesIO:
     url = urlsplit(source)
     if url.scheme not in ("", "file"):
         raise ValueError(
-            f"{url.scheme}: is not fetched while a model trains (fix: download the pictures)"
+            f"{url.scheme}: is not fetched while a model trains (fix: relative paths of downloaded pictures)"
         )
     root = Path(folder).resolve()
     file = (root / (unquote(url.path) if url.scheme else source)).resolve()
     if not file.is_relative_to(root):
         raise ValueError(
             f"it leads out of {folder}, to {str(file):.200}; symbolic links must not do so either (fix:"
-            " --image_dir FOLDER, and paths relative to it; before base64 write data:image/jpeg;base64,)"
+            " --image_dir FOLDER, and paths relative to it; copy what links lead to, as by cp -rL)"
         )
     if not os.path.isfile(file):
         raise ValueError(
-            f"no such file in {folder} (fix: --image_dir; before base64 write data:image/png;base64,)"
+            f"no such file in {folder} (fix: --image_dir, / for \\; before base64 data:image/png;base64,)"
         )
     return file
 
@@ -421,7 +421,7 @@ def open_picture(source: str, folder: str):
                 yield image
         except Exception as error:
             reason = error if isinstance(error, ValueError) else reason_of_others(error)
-            raise ValueError(f"picture {source[:80]!r}: {reason}") from None
+            raise ValueError(f"picture {source[:80]!r}: {reason}; or {REMEDY}") from None
 
 
 def described(source: str, folder: str, max_pixels: int) -> list:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..run.distributed import World, all_gather, together
 from ..run.errors import ConfigError, check, others_code, print0, reason_of_others
+from ..run.signals import received
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
 from .questions import Question, Questions, scored
@@ -118,7 +119,8 @@ def check_columns(
             raise ConfigError(
                 f"{reward.flag} {reward.name}: {error}; the columns are: "
                 f"{', '.join(sorted(questions.names)) or 'none'}"
-                " (fix: parameters named as columns, --columns answer=THEIRS, or **columns as the last one)"
+                " (fix: parameters named as columns, --columns answer=THEIRS, or **columns as the last one;"
+                " TRL's trainer_state, log_extra and log_metric are not passed)"
             ) from None
         if getattr(reward.function, "func", None) is not compared:
             continue
@@ -152,8 +154,7 @@ def score(rewards: list[Reward], asked: list[Question], texts: list[str], ids: l
     ]
     lists["completion_ids"] = ids
     where = [question.where for question in asked]
-    # a function may change its lists
-    values = {reward.name: values_of(reward, deepcopy(lists), where) for reward in rewards}
+    values = {reward.name: values_of(reward, lists, where) for reward in rewards}
     return [{name: values[name][i] for name in values} for i in range(len(asked))]
 
 
@@ -211,31 +212,37 @@ def reward_means(records: list[dict], prefix="") -> dict:
 
 def values_of(reward: Reward, lists: dict, where: list[str]) -> list:
     """The values of one reward for n completions. lists: its arguments, of n values each. ConfigError as from
-    score.
+    score. If a signal comes meanwhile, the function is called again: one to all processes of a terminal also
+    ends those that the function has started.
     """
+    before = [*received]
     try:
-        values = [v if v is None else float(v) for v in reward.function(**lists)]
+        # a function may change its lists
+        values = [v if v is None else float(v) for v in reward.function(**deepcopy(lists))]
         if not all(value is None or math.isfinite(value) for value in values):
             raise ValueError(f"not finite: {values}")
     except (Exception, SystemExit) as error:
-        if len(where) > 1:
-            for i, row in enumerate(where):  # raises for the completion that fails
-                values_of(reward, {name: lists[name][i : i + 1] for name in lists}, [row])
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"{reward.flag} {reward.name}: {reason_of_others(error)} ({frame.filename}:{frame.lineno});"
-            f" {where[0]}, completion {lists['completions'][0]!r:.200}{TYPES * isinstance(error, TypeError)}"
-        ) from error
+        if received == before:
+            called = f"completion {lists['completions'][0]!r:.200}"
+            if len(where) > 1:
+                for i, row in enumerate(where):  # raises for the completion that fails
+                    values_of(reward, {name: lists[name][i : i + 1] for name in lists}, [row])
+                called = f"{len(where)} completions in one call, of which none fails alone"
+            frame = traceback.extract_tb(error.__traceback__)[:2][
+                -1
+            ]  # in the user's function, or here
+            raise ConfigError(
+                f"{reward.flag} {reward.name}: {reason_of_others(error)} ({frame.filename}:{frame.lineno});"
+                f" {where[0]}, {called}{TYPES * isinstance(error, TypeError | ValueError)}"
+                " (fix: catch it in the function and return None; the same command goes on)"
+            ) from error
+    if received != before:
+        return values_of(reward, lists, where)
     check(
         len(values) == len(where),
         f"{reward.flag} {reward.name}: {len(values)} values for {len(where)} completions of {where[0]}",
     )
     return values
-
-
-def completion_text(completion: str | list) -> str:
-    """The text of a completion, as `score` passes it to rewards."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def without_thoughts(answer: object) -> str:
@@ -251,11 +258,10 @@ def compared(is_right: Callable, completions: list, answer: list, **columns) -> 
     """1 if is_right(completion, answer without thoughts), both as texts, else 0; None if the row has no
     answer.
     """
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return [
-        None
-        if known is None
-        else float(is_right(completion_text(completion), without_thoughts(known)))
-        for completion, known in zip(completions, answer, strict=True)
+        None if known is None else float(is_right(text, without_thoughts(known)))
+        for text, known in zip(texts, answer, strict=True)
     ]
 
 

@@ -87,8 +87,10 @@ def open_data_set(name: str) -> tuple:
     datasets.disable_progress_bars()
     path, _, split = name.partition(":")
     parts = path.split("/")
-    fix = "a file, a folder or OWNER/NAME; of several configurations OWNER/NAME/CONFIG"
-    with others_code(f"--dataset {name}: neither a file nor a data set that can be read", fix):
+    with others_code(
+        f"--dataset {name}: neither a file nor a data set that can be read",
+        "a file, a folder or OWNER/NAME; of several configurations OWNER/NAME/CONFIG",
+    ):
         if Path(path).is_dir():
             data_set = datasets.load_from_disk(path)
         else:

@@ -327,8 +327,10 @@ def plan_pieces(model: nn.Module, weights: Weights, folder: Path, new_head="") -
         transposed = len(shape) == len(info.shape) and shape != info.shape
         piece = Piece(name, info, target, at, shape, transposed)
         if not _fits(piece, parameter):
-            found = f"{name} {info.dtype} {list(info.shape)}"
-            misshapen.append(f"{found} for {target} {parameter.dtype} {list(parameter.shape)}")
+            misshapen.append(
+                f"{name} {info.dtype} {list(info.shape)}"
+                f" for {target} {parameter.dtype} {list(parameter.shape)}"
+            )
             continue
         covered[target] += math.prod(shape)
         pieces.append(piece)

@@ -77,8 +77,9 @@ class _TokenLosses(torch.autograd.Function):
         assert not torch.is_grad_enabled(), "create_graph: gradients of these losses have no graph"
         factors = factors[:, None]  # (n, 1)
         if ctx.head_trains:
-            wanted = ctx.needs_input_grad
-            _, grads = losses_and_grads(wanted, factors, *ctx.saved_tensors, *ctx.options, True)
+            _, grads = losses_and_grads(
+                ctx.needs_input_grad, factors, *ctx.saved_tensors, *ctx.options, True
+            )
             return (*grads, *[None] * 5)
         (kept,) = ctx.saved_tensors  # (n, D)
         d_hidden = (kept * factors).to(kept.dtype)

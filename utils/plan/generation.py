@@ -136,7 +136,6 @@ def plan_rollout(
             break
     gathers_once = size == gathered
     times = "once" if gathers_once else "in each forward"
-    line = f"rollout   {sum_of(parts)} on the fullest rank, with layers gathered {times}"
     check(
         force or needed <= room.device,
         f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"
@@ -146,4 +145,6 @@ def plan_rollout(
     if not generate_ranks:
         acts = plan.planned["acts"]
         acts["train"] = max(acts["train"], alive)
-    return gathers_once, plan._replace(text=f"{plan.text}\n{line}")
+    return gathers_once, plan._replace(
+        text=f"{plan.text}\nrollout   {sum_of(parts)} on the fullest rank, with layers gathered {times}"
+    )

@@ -112,10 +112,9 @@ def init_distributed(use_gpu=True) -> World:
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     except dist.DistNetworkError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = str(error).splitlines()[0][:200]
         raise ConfigError(
-            f"the ranks cannot meet at {where}: {reason}"
+            f"the ranks cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}:"
+            f" {str(error).splitlines()[0][:200]}"
             " (fix: another --master_port, or torchrun --standalone)"
         ) from None
     code = {"torch": torch.__version__, "transformers": version("transformers")}

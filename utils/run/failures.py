@@ -114,8 +114,8 @@ def ranks_present() -> set[int]:
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = stat.read_bytes().rpartition(b")")[2].split()[1]
-            if int(parent) == os.getppid():
+            # behind the name of the program: its state, and its parent
+            if int(stat.read_bytes().rpartition(b")")[2].split()[1]) == os.getppid():
                 environment = (stat.parent / "environ").read_bytes()
                 found |= {int(number) for number in re.findall(rb"\0RANK=(\d+)\0", environment)}
         except OSError:  # the process has ended, or belongs to another user

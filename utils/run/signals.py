@@ -19,7 +19,7 @@ from .errors import print_once, story
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_received = []  # numbers of the signals that ask for an early end
+received = []  # numbers of the signals that ask for an early end
 
 
 def stop_at_once() -> None:
@@ -47,10 +47,10 @@ def stop_after_step() -> None:
 
     Only handlers that `stop_at_once` set are replaced: a program that calls a recipe's main keeps its own.
     """
-    _received.clear()
+    received.clear()
     for number in CAUGHT:
         if signal.getsignal(number) is _raise:
-            signal.signal(number, lambda number, _: _received.append(number))
+            signal.signal(number, lambda number, _: received.append(number))
 
 
 def stop_asked(group=None) -> str:
@@ -59,10 +59,10 @@ def stop_asked(group=None) -> str:
     """
     import torch
 
-    number = torch.tensor(max(_received, default=0))
+    number = torch.tensor(max(received, default=0))
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group)
     if number := int(number):
-        _received.append(number)
+        received.append(number)
         return signal.Signals(number).name
     return ""
 
@@ -85,7 +85,7 @@ def _watch(reader):
             if ranks_gone():
                 time.sleep(1)  # the main thread says so first, if it can
                 say_who_is_gone()
-            _received.append(number)  # nobody was gone when it came
+            received.append(number)  # nobody was gone when it came
         if number == signal.SIGINT:
             interrupted = interrupted or time.monotonic()
 
@@ -149,7 +149,7 @@ def report_errors():
             sys.exit(story.code)
     except KeyboardInterrupt:  # from _raise, at any time
         caught = signal.Signals(story.stopped or signal.SIGINT)
-        if caught == signal.SIGTERM and not _received:  # torchrun sends it when a rank has ended
+        if caught == signal.SIGTERM and not received:  # torchrun sends it when a rank has ended
             from .failures import say_who_is_gone
 
             say_who_is_gone()

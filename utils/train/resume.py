@@ -131,16 +131,15 @@ def print_resume_command(stop: str, checkpoint: Path, cfg: object, world: World)
     other only torchrun knows, so these flags are left to the user. The exit code will be 128 + the signal.
     """
     story.code = 128 + signal.Signals[stop]
-    out = checkpoint.parent.parent
     words = ["torchrun", f"--nproc_per_node={world.local_size}"] if world.size > 1 else ["python"]
     words += sys.argv
     if not cfg.output_dir:
-        words += ["--output_dir", str(out)]
+        words += ["--output_dir", str(checkpoint.parent.parent)]
     if cfg.resume == "none":
         words += ["--resume", "auto"]
     print0(f"stopped   by {stop} after step {int(checkpoint.name[5:])}: {checkpoint}")
-    each = "on each machine, with its --nnodes and rendezvous: "
-    print0(f"to go on  {each * (world.size > world.local_size)}{shlex.join(words)}")
+    each = "on each machine, with its --nnodes and rendezvous: " * (world.size > world.local_size)
+    print0(f"to go on  {each}{shlex.join(words)}")
 
 
 def named_checkpoint(flag: str, name: str, world: World) -> Path:
@@ -201,8 +200,8 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
 def damage(checkpoint: Path, rank: int, ranks: int) -> str:
     """What is wrong with this rank's share of a checkpoint's files; "" if they are as they were written."""
     try:
-        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        expected = [(name, file["sha256"]) for name, file in sorted(files.items())]
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        expected = [(name, file["sha256"]) for name, file in sorted(manifest["files"].items())]
     except Exception:  # a damaged file can contain anything
         return f"{checkpoint}/manifest.json is damaged"
     for name, sha256 in expected[rank::ranks]:

@@ -333,5 +333,5 @@ def open_reward_model(
                 source.folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
             tokenizer.get_chat_template()
-        digest = run_facts(source.config, source.weights, "")["weights"]
-    return RewardModel(model, pieces, tokenizer, digest)
+        facts = run_facts(source.config, source.weights, "")
+    return RewardModel(model, pieces, tokenizer, facts["weights"])
