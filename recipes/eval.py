@@ -188,7 +188,7 @@ def main(cfg: Config) -> Path:
     with together(world), disk_errors(out):
         facts = facts_of(cfg, trained, task.data, dtype, seq_len)
         finished = world.rank == 0 and finished_before(out, facts)
-    if broadcast(world, finished):
+    if broadcast(finished, world):
         print_results(out, read_json(out / "eval.json")["results"])
         return out
 

@@ -192,14 +192,14 @@ def main(cfg: Config) -> None:
             encode_prompt(tokenizer, prompt, cfg.raw, cfg.max_new_tokens, positions, ids_of)
             for prompt in prompts
         ]
-    encoded = broadcast(world, encoded)
+    encoded = broadcast(encoded, world)
     done = 0
     with together(world):
         plan_memory(cfg, model, DTYPES[dtype], encoded, world, pictures)
         if world.rank == 0 and unfinished:
             lock = locked(unfinished)  # noqa: F841 - until the end
             done = count_kept(unfinished, prompts, at_once)
-    done = broadcast(world, done)
+    done = broadcast(done, world)
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     if world.size > 1:
@@ -328,7 +328,7 @@ def answer(
             decoded = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
             texts |= zip(batch, decoded, strict=True)
     reshard(model)  # until then FSDP2 notes each forward
-    for part in all_gather(world, texts):
+    for part in all_gather(texts, world):
         texts |= part
     answers = [texts[i] for i in asked]
     return answers if cfg.raw else [text.strip() for text in answers]
@@ -360,7 +360,7 @@ def chat(cfg: Config, model, tokenizer, settings: dict, world: World) -> None:
         torch.manual_seed(cfg.seed + len(messages))
         output = model.generate(ids, attention_mask=mask, streamer=streamer, **settings | limit)
         text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
-        messages.append({"role": "assistant", "content": broadcast(world, text)})
+        messages.append({"role": "assistant", "content": broadcast(text, world)})
 
 
 class EscapedText(transformers.TextStreamer):
@@ -381,7 +381,7 @@ def typed_line(world: World) -> str:
     while line is None:
         if world.rank == 0 and select.select([sys.stdin], [], [], 60)[0]:
             line = read_line()
-        line = broadcast(world, line)
+        line = broadcast(line, world)
     return line
 
 

@@ -93,7 +93,7 @@ def sweep(world, model_type: str, root: Path) -> list[str]:
         config.output_router_logits = True
     if world.rank == 0:
         family_model(model_type, config=config).save_pretrained(folder)
-    all_gather(world, None)
+    all_gather(None, world)
     try:
         plan_pieces(build_model(config, torch.float32), open_weights(folder), folder)
     except ConfigError as error:
@@ -104,7 +104,7 @@ def sweep(world, model_type: str, root: Path) -> list[str]:
             family_model(model_type, config=config).save_pretrained(
                 folder, save_original_format=False
             )
-        all_gather(world, None)
+        all_gather(None, world)
 
     wrong = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -41,13 +41,13 @@ with report_errors():
         {waits}
 """
 WAITS = {
-    "in a collective": "all_gather(world, 'here')",
+    "in a collective": "all_gather('here', world)",
     "in a new group": "dist.new_group(backend='gloo')",  # where Python runs no handler
     "at work": "time.sleep(60)",
     "about to explain": """sys.addaudithook(
             lambda event, of: event == "import" and "failures" in of[0] and os.kill(os.getpid(), 15)
         )
-        all_gather(world, "here")""",
+        all_gather("here", world)""",
     # as a rank that waits for a GPU
     "in C within a step": "stop_after_step(); torch.linalg.eigvals(torch.rand(6000, 6000))",
 }
@@ -134,7 +134,7 @@ def takes_sigterm(pid: int) -> bool:
 @slow
 def test_a_stop_that_rank_0_hears_after_the_others_have_ended_is_not_taken_for_a_kill(tmp_path):
     (tmp_path / "ranks.py").write_text(
-        RANKS.format(ends="time.sleep(60)", waits="all_gather(world, 'here')")
+        RANKS.format(ends="time.sleep(60)", waits="all_gather('here', world)")
     )
     with Forked(f"torchrun --nproc_per_node 2 {tmp_path}/ranks.py", apart=True, named=True) as run:
         run.until("--- load")

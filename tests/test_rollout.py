@@ -255,7 +255,7 @@ def on_ranks(world, *folder):
     all_drawn = []
     for part in (drawn, lockstep):
         merged = {}
-        for completions in all_gather(world, part):
+        for completions in all_gather(part, world):
             assert not merged.keys() & completions.keys()
             merged |= completions
         all_drawn.append(dict(sorted(merged.items())))

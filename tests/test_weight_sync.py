@@ -159,7 +159,7 @@ def travel(world, generate_ranks, layout, kind, dtype):
             lockstep = generate(model, prompts, keys, SAMPLING, roles.own, lockstep=True)
             assert lockstep == drawn
     facts["completions"] = {}
-    for found in all_gather(roles.joint, drawn):
+    for found in all_gather(drawn, roles.joint):
         assert not facts["completions"].keys() & found.keys()
         facts["completions"] |= found
     return facts | {"wire": vars(wire)}
@@ -337,8 +337,8 @@ def meet(world, generate_ranks, folder):
         time.sleep(0.5)
     last = own.size - 1
     found = [
-        all_gather(own, world.rank),
-        broadcast(own, world.rank, last),
+        all_gather(world.rank, own),
+        broadcast(world.rank, own, last),
         all_reduce_sum(world.rank, own),
         sum_on_device(torch.tensor(float(world.rank)), build_mesh(own)).item(),
         stop_asked(own.group),

@@ -212,7 +212,7 @@ def save_in_training(training: Training, saver: CheckpointSaver, small: bool) ->
         within = training.step(lambda done: done < WITHIN[small] and not saver.pending.done())
         times["step_in_save"] += within[:-1]  # the save ended during the last one
         saver.wait()
-        times["seconds"].append(broadcast(saver.world, saver.seconds))  # only rank 0 knows it
+        times["seconds"].append(broadcast(saver.seconds, saver.world))  # only rank 0 knows it
         gc.collect()
         LIBC.malloc_trim(0)  # returns free memory to the system
         level.append(anonymous_bytes())

@@ -182,7 +182,7 @@ def reward_all(
         for start in range(0, len(asked), group_size)[world.rank :: world.size]:
             part = slice(start, start + group_size)
             values_of_all |= enumerate(score(rewards, asked[part], texts[part], ids[part]), start)
-    for of_rank in all_gather(world, values_of_all):
+    for of_rank in all_gather(values_of_all, world):
         values_of_all |= of_rank
     for i, values in values_of_all.items():
         if {*values.values()} == {None} and not scores:

@@ -70,7 +70,7 @@ def find_model(name: str | Path, world: World, trust_remote_code: bool) -> Path:
     huggingface_hub does the transfer; if the hub does not answer, it uses its cache.
     """
     folder = Path(name)
-    found = all_gather(world, folder.is_dir())
+    found = all_gather(folder.is_dir(), world)
     if all(found):
         return folder
     with together(world):
@@ -90,7 +90,7 @@ def find_model(name: str | Path, world: World, trust_remote_code: bool) -> Path:
 
             fetched = fetch(name, trust_remote_code, did_you_mean(folder))
     # the folder that the first rank of this machine has fetched
-    return Path(all_gather(world, fetched)[world.rank - world.local_rank])
+    return Path(all_gather(fetched, world)[world.rank - world.local_rank])
 
 
 def tokenizer_of(adapter: str) -> str:

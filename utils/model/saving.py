@@ -102,7 +102,7 @@ def save_folder(
     """
     # Links in the parent are followed; `out` itself is replaced, even where it is a link.
     out = out.parent.resolve() / out.name
-    unique = broadcast(world, secrets.token_hex(4))
+    unique = broadcast(secrets.token_hex(4), world)
     temp = out.with_name(f".tmp_{out.name}_{unique}")
     places, headers = layout
 

@@ -33,14 +33,14 @@ def available_room(world: World) -> Room:
     with the least.
     """
     used, limit = host_memory()
-    host, limit, local_ranks = min(all_gather(world, (limit - used, limit, world.local_size)))
+    host, limit, local_ranks = min(all_gather((limit - used, limit, world.local_size), world))
     if not world.on_gpu:
         share = host / local_ranks
         return Room(
             share, host, f"{share / GIB:.2f} GiB a rank, of {limit / GIB:.1f} GiB of host memory"
         )
     # mem_get_info creates this process's CUDA context, some hundred MiB. The reserve in need.py holds it too.
-    device, _ = min(all_gather(world, torch.cuda.mem_get_info(world.device)))
+    device, _ = min(all_gather(torch.cuda.mem_get_info(world.device), world))
     return Room(
         device,
         host,
@@ -64,7 +64,7 @@ class MemoryPlan(NamedTuple):
         plan.json. This marks the run as finished. All ranks call it, in the last act.
         """
         note_peak(story.act)  # the last act is still running
-        ranks, reserved = zip(*all_gather(world, (peaks, reserved_peaks)), strict=True)
+        ranks, reserved = zip(*all_gather((peaks, reserved_peaks), world), strict=True)
         acts = {act: {"measured_bytes": max(rank[act] for rank in ranks)} for act in ranks[0]}
         texts = []
         for act, size in self.planned["acts"].items():

@@ -151,7 +151,7 @@ def check_own_gpus(world: World, gpu: str) -> None:
     """Raise ConfigError if two ranks use the same GPU. gpu: its UUID, if the launcher does not show all GPUs
     to each rank; "" if it does, because then each rank takes its own by number.
     """
-    sharing = all_gather(world, gpu).count(gpu)
+    sharing = all_gather(gpu, world).count(gpu)
     with together(world):
         check(
             not gpu or sharing == 1,
@@ -203,7 +203,7 @@ def patience():
     _set_timeouts(before.total_seconds())
 
 
-def all_gather(world: World, value: object) -> list:
+def all_gather(value: object, world: World) -> list:
     """Every rank's `value`, in the order of ranks, on every rank."""
     values = [value] * world.size
     if world.size > 1:
@@ -211,7 +211,7 @@ def all_gather(world: World, value: object) -> list:
     return values
 
 
-def broadcast(world: World, value: object, source=0) -> object:
+def broadcast(value: object, world: World, source=0) -> object:
     """`value` of rank `source`, on every rank."""
     box = [value]
     if world.size > 1:
@@ -249,7 +249,7 @@ def together(world: World, patient=False):
         errors = error.lines
     ranks_of = {}  # line -> the ranks that have it
     with patience() if patient and world.size > 1 else nullcontext():
-        of_ranks = all_gather(world, errors)
+        of_ranks = all_gather(errors, world)
     for rank, lines in enumerate(of_ranks):
         for line in lines:
             ranks_of.setdefault(line, []).append(str(rank))
@@ -266,7 +266,7 @@ def agree(world: World, values: dict, kind: str) -> None:
     kind: what they are, in one word, for the message.
     """
     with together(world):
-        changed = differences(broadcast(world, values), values)
+        changed = differences(broadcast(values, world), values)
         check(
             not changed,
             f"other {kind} than on rank 0: {changed} (fix: the same {kind} on every machine)",

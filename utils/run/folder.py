@@ -50,7 +50,7 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
             if out:
                 check_replaceable(out / "model", source)
             out, owner = _claim(out, stem)
-    out, owner = broadcast(world, (out, owner))
+    out, owner = broadcast((out, owner), world)
     with together(world), disk_errors(out):
         check_seen(out, owner)
     # NCCL's flight recorder: when a collective times out, each rank writes here which collective it was in.
@@ -141,7 +141,7 @@ def check_space(folder: Path, needed_bytes: int, world=ALONE, counted="") -> Non
     free_bytes = disk.free if disk.total else math.inf
     if counted:
         free_bytes += sum(file.stat().st_size for file in folder.glob(counted))
-    free_bytes = broadcast(world, free_bytes)
+    free_bytes = broadcast(free_bytes, world)
     if needed_bytes > free_bytes:
         raise ConfigError(
             f"no space left: need {needed_bytes / GIB:.3f} GiB, have {free_bytes / GIB:.3f} GiB at {folder}"

@@ -70,7 +70,7 @@ class Reference:
         known = {}
         with suppress(OSError, ValueError):  # it is missing, or cannot be read
             known = {int(key): value for key, value in json.loads(file.read_text()).items()}
-        known = broadcast(self.world, known)
+        known = broadcast(known, self.world)
 
         found = {}
         computed = 0  # batches
@@ -85,7 +85,7 @@ class Reference:
                         f"{file}: an answer has {known[key]:.3f} nats there, {value:.3f} here"
                         " (fix: remove the file)",
                     )
-            for of_rank in all_gather(self.world, found):
+            for of_rank in all_gather(found, self.world):
                 for key, value in of_rank.items():
                     known.setdefault(key, value)  # what a run has read from the file stays
             found.clear()

@@ -67,7 +67,7 @@ class CheckpointSaver(AbstractContextManager):
             from .background import Background
 
             self.background = Background(world.device)
-        self.token = broadcast(world, secrets.token_hex(4))  # makes its temporary folders unique
+        self.token = broadcast(secrets.token_hex(4), world)  # makes its temporary folders unique
         if world.rank == 0:
             _remove_leftovers(folder)
 

@@ -158,7 +158,7 @@ def named_checkpoint(flag: str, name: str, world: World) -> Path:
                 (path / "manifest.json").is_file(),
                 f"{flag} {name}: there is no complete checkpoint (fix: {fix})",
             )
-    return broadcast(world, path)
+    return broadcast(path, world)
 
 
 def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
@@ -169,12 +169,12 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
     on all ranks if the named checkpoint is missing or damaged, or if all checkpoints of `out` are damaged.
     """
     if resume == "auto":
-        found = broadcast(world, complete_checkpoints(out / "checkpoints")[::-1])
+        found = broadcast(complete_checkpoints(out / "checkpoints")[::-1], world)
     else:
         found = [named_checkpoint("--resume", resume, world)]
     damaged = {}  # checkpoint -> what is wrong with it
     for checkpoint in found:
-        problems = sorted({*all_gather(world, damage(checkpoint, world.rank, world.size))} - {""})
+        problems = sorted({*all_gather(damage(checkpoint, world.rank, world.size), world)} - {""})
         if not problems:
             break
         damaged[checkpoint] = "; ".join(problems)

@@ -88,7 +88,7 @@ def generate(
     prompts: ids, the same list on every rank. keys: one per prompt, which determines its random numbers, such
     as (seed, step, index of the prompt, sample). Batches are cut from the whole list, sorted by length, so
     they do not depend on the number of ranks. Rank i % ranks samples batch i. Results are not exchanged:
-    all_gather(world, found) gives all.
+    all_gather(found, world) gives all.
 
     The attention must support masks; `varlen` does not. Memory: the KV cache of one batch, and a few copies
     of (B, V) in fp32 and float64. The model is in evaluation mode meanwhile. torch's global random state is
@@ -133,7 +133,7 @@ def draw_all(
     with gathered(found, reshard_after_forward):
         drawn = generate(model, prompts, keys, sampling, world, lockstep=not found)
     with patience():  # another rank may draw longer completions
-        for of_rank in all_gather(world, drawn):
+        for of_rank in all_gather(drawn, world):
             drawn |= of_rank
     return [drawn[i] for i in range(len(prompts))]
 
@@ -356,7 +356,7 @@ class Asker(NamedTuple):
                         i: {"number": i} | judge(i, answer)
                         for i, answer in zip(numbers, found, strict=True)
                     }
-                for of_rank in all_gather(self.world, rows):
+                for of_rank in all_gather(rows, self.world):
                     new = {i: row for i, row in of_rank.items() if i not in known}
                     if self.file and rank == 0:
                         append_rows(self.file, [*new.values()])
@@ -370,7 +370,7 @@ class Asker(NamedTuple):
         if self.file and self.world.rank == 0 and self.file.exists():
             drop_half_line(self.file)
             lines = self.file.read_bytes().splitlines()
-        return {row["number"]: row for row in map(json.loads, broadcast(self.world, lines))}
+        return {row["number"]: row for row in map(json.loads, broadcast(lines, self.world))}
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:

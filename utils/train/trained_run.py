@@ -294,7 +294,7 @@ class RewardModel:
             values = self.model(ids.to(world.device), ends=ends)
             scores |= zip(part, values.flatten().tolist(), strict=True)
         reshard(self.model)  # without a backward, FSDP2 keeps some units gathered
-        for of_rank in all_gather(world, scores):
+        for of_rank in all_gather(scores, world):
             scores |= of_rank
         return [scores[i] for i in range(count)]
 

@@ -94,7 +94,7 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
             held[name] = (parameter.shape, parameter.dtype, rows)
     # Before point-to-point transfers among some ranks, NCCL needs a collective of all ranks.
     dist.all_reduce(torch.zeros(1, device=roles.joint.device), group=roles.joint.group)
-    of_ranks = all_gather(roles.joint, held)
+    of_ranks = all_gather(held, roles.joint)
     return [
         Weight(name, *of_ranks[-1][name][:2], [of_rank[name][-1] for of_rank in of_ranks])
         for name in of_ranks[0]
@@ -168,10 +168,10 @@ def ask(*request, model: nn.Module, weights: list[Weight], roles: Roles) -> list
     """Send the current weights to the generators, and let them sample completions. request: (prompts, keys,
     sampling), see rollout.generate. All learners make the same call.
     """
-    broadcast(roles.joint, request)
+    broadcast(request, roles.joint)
     send_weights(model, weights, roles)
     with patience():
-        completions = broadcast(roles.joint, None, source=roles.learners)
+        completions = broadcast(None, roles.joint, source=roles.learners)
     stop_asked(roles.joint.group)  # a signal that only generators received
     return completions
 
@@ -185,9 +185,9 @@ def generators_end(roles: Roles):
         yield
     except ConfigError as error:
         if error.agreed:
-            broadcast(roles.joint, None)
+            broadcast(None, roles.joint)
         raise
-    broadcast(roles.joint, None)
+    broadcast(None, roles.joint)
     story.ended = range(roles.learners, roles.joint.size)
 
 
@@ -196,11 +196,11 @@ def serve(draw: Callable, model: nn.Module, weights: list[Weight], roles: Roles)
     for this model.
     """
     with patience():
-        request = broadcast(roles.joint, None)
+        request = broadcast(None, roles.joint)
     stop_after_step()  # from now on a signal stops the learners, which then end the generators
     while request:
         load_weights(model, receive_weights(weights, roles))
-        broadcast(roles.joint, draw(*request), source=roles.learners)
+        broadcast(draw(*request), roles.joint, source=roles.learners)
         stop_asked(roles.joint.group)
         with patience():  # the learners may also save
-            request = broadcast(roles.joint, None)
+            request = broadcast(None, roles.joint)
