@@ -93,7 +93,7 @@ from utils.run.folder import (
     releases_output,
     start_run,
 )
-from utils.run.settings import check_packages, check_training, from_settings, parse_cli
+from utils.run.settings import check_settled, check_training, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
 from utils.train.answers import (
     Reference,
@@ -726,7 +726,7 @@ def settle(cfg: Config, world) -> Config:
         beta=beta,
         sft_weight=sft_weight,
     )
-    check_packages(cfg, world.gpu_name)
+    check_settled(cfg, world.gpu_name)
     return cfg
 
 

@@ -83,7 +83,7 @@ from utils.run.folder import (
     releases_output,
     start_run,
 )
-from utils.run.settings import check_packages, check_training, from_settings, parse_cli
+from utils.run.settings import check_settled, check_training, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
 from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.log import RunLog
@@ -564,7 +564,7 @@ def settle(cfg: Config, world) -> Config:
         dataset=cfg.dataset or ("" if cfg.model else str(TINY / "chat.jsonl")),
         dtype=settle_dtype(cfg.dtype, world.device),
     )
-    check_packages(cfg, world.gpu_name)
+    check_settled(cfg, world.gpu_name)
     return cfg
 
 

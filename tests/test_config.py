@@ -29,7 +29,7 @@ from utils.run import foreign_flags
 from utils.run.errors import ConfigError
 from utils.run.help import help_text
 from utils.run.settings import (
-    check_packages,
+    check_settled,
     kinds_of,
     parse_cli,
     read_value,
@@ -110,7 +110,7 @@ def test_bf16_weights_at_a_low_rate_are_warned_of(capsys):
         (["--lr", "2e-5"], False),
     ):
         cfg = replace(parse_cli(finetune.Config, flags), seed=1)  # a recipe makes it several times
-        check_packages(cfg, "")
+        check_settled(cfg, "")
         said = capsys.readouterr().out
         assert said.count("warning: in bf16 weights most updates of --lr 2e-05") == warned
 

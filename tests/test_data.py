@@ -463,6 +463,16 @@ def shares(examples) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize(
+    "name", ["a.jsonl:0", "a.jsonl:0,b.jsonl:0", "a.jsonl:2,b.jsonl:0", "a.jsonl:2,b.jsonl"]
+)
+def test_a_weight_of_0_and_a_source_without_one_are_refused(write, tokenizer, name):
+    write("a.jsonl", LINE)
+    write("b.jsonl", LINE)
+    said = refusal(load_examples, name, tokenizer, 64)
+    assert said.startswith(f"--dataset {name}: give every one a weight above 0, or none")
+
+
 def test_weights_count_what_is_drawn_after_long_texts_are_cut_or_dropped(write, tokenizer):
     short = [{"instruction": f"a{i}", "output": "b"} for i in range(99)]
     long = [{"instruction": "word " * 300 if i % 2 else f"c{i}", "output": "d"} for i in range(60)]

@@ -38,7 +38,7 @@ from utils.run.distributed import (
 )
 from utils.run.errors import ConfigError
 from utils.run.memory import cores
-from utils.run.settings import check_packages
+from utils.run.settings import check_settled
 from utils.train.profiling import mfu
 
 
@@ -285,17 +285,17 @@ def test_compile_without_a_compiler_is_refused_before_weights_are_read(
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(name, raising=False)
-    check_packages(Config(), gpu)
+    check_settled(Config(), gpu)
     (tmp_path / other).touch(mode=0o755)  # of another language: a CPU needs C++, a GPU needs C
     with pytest.raises(ConfigError, match=f"{re.escape(f'({usual})')}, none is here"):
-        check_packages(Config(compile=True), gpu)
+        check_settled(Config(compile=True), gpu)
     for compiler in usual.split():
         (tmp_path / compiler).touch(mode=0o755)
-        check_packages(Config(compile=True), gpu)
+        check_settled(Config(compile=True), gpu)
         (tmp_path / compiler).unlink()
     (tmp_path / "my_compiler").touch(mode=0o755)
     monkeypatch.setenv(name, "my_compiler")
-    check_packages(Config(compile=True), gpu)
+    check_settled(Config(compile=True), gpu)
 
 
 def test_the_cores_are_shared_by_the_ranks_of_a_machine_but_for_who_set_their_number():

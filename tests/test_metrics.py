@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from utils.plan.need import States, estimate_states, sum_of
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
-from utils.run.settings import check_packages
+from utils.run.settings import check_settled
 from utils.train.log import RunLog
 from utils.train.profiling import (
     Tracker,
@@ -144,7 +144,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path):
 
 
 def test_tensorboard_gets_every_number(tmp_path):
-    check_packages(Config(tensorboard=True), "")
+    check_settled(Config(tensorboard=True), "")
     log = log_of(tmp_path, 2, tensorboard=True)
     log.step(step=1, **NUMBERS)
     log.__exit__()
@@ -179,9 +179,9 @@ def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path):
 def test_a_missing_tracker_is_named_with_its_remedy(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # what a run of it leaves behind is not the package
     monkeypatch.syspath_prepend(tmp_path)
-    check_packages(Config(), "")
+    check_settled(Config(), "")
     with pytest.raises(ConfigError, match="--wandb needs a package .fix: pip install wandb."):
-        check_packages(Config(wandb=True), "")
+        check_settled(Config(wandb=True), "")
 
 
 def on_meta(model_type: str, **sizes):

@@ -147,7 +147,8 @@ def test_ranks_that_the_global_batch_does_not_divide_by_are_told_which_do(whole,
     flags, out = whole
     with pytest.raises(
         AssertionError,
-        match=r"--global_batch_size 4 is no multiple of .* \(fix: a number of ranks that divides 4\)",
+        match=r"--global_batch_size 4 is no multiple of .* x 3 ranks "
+        r"\(fix: a number of ranks that divides 4\)",
     ):
         run_ranks(train, 3, {**flags, "global_batch_size": 0}, cut(out, tmp_path / "cut", 2))
 

@@ -228,9 +228,8 @@ def values_of(reward: Reward, lists: dict, where: list[str]) -> list:
                 for i, row in enumerate(where):  # raises for the completion that fails
                     values_of(reward, {name: lists[name][i : i + 1] for name in lists}, [row])
                 called = f"{len(where)} completions in one call, of which none fails alone"
-            frame = traceback.extract_tb(error.__traceback__)[:2][
-                -1
-            ]  # in the user's function, or here
+            # in the user's function, or here
+            frame = traceback.extract_tb(error.__traceback__)[:2][-1]
             raise ConfigError(
                 f"{reward.flag} {reward.name}: {reason_of_others(error)} ({frame.filename}:{frame.lineno});"
                 f" {where[0]}, {called}{TYPES * isinstance(error, TypeError | ValueError)}"

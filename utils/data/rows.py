@@ -40,9 +40,8 @@ def as_object(value: object) -> dict:
     """Decode a raw row. ValueError if it is no JSON object."""
     if isinstance(value, bytes):
         try:
-            value = json.loads(
-                value.decode("utf-8-sig"), parse_constant={}.get
-            )  # NaN of pandas is null
+            # NaN of pandas is null
+            value = json.loads(value.decode("utf-8-sig"), parse_constant={}.get)
         except ValueError as error:
             raise ValueError(f"not JSON in UTF-8: {error}") from None
     if isinstance(value, list):
@@ -66,7 +65,7 @@ def find_sources(name: str) -> list[Source]:
     )
     weights = [float(match[2] or 0) for match in matches]
     check(
-        all(weights) or not any(weights),
+        all(weights) or not any(match[2] for match in matches),
         f"--dataset {name}: give every one a weight above 0, or none (fix: a.jsonl:0.7,b.jsonl:0.3)",
     )
     sources = []

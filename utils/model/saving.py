@@ -56,7 +56,8 @@ def save_model(
     """Write `out` as a complete Hugging Face folder in place of an older model; every rank writes its shards.
 
     Tensors keep the dtype that they have in the checkpoint; save_dtype overrides it for floating-point ones.
-    `source` is the folder the model came from: its generation config, licence and code are copied. All is
+    `source` is the folder the model came from: its generation config, licence and code are copied; what is no
+    regular file inside it, or damaged, is left out, for a save comes after hours of training. All is
     written into a temporary folder beside `out`, read back, compared with the live shards, and then renamed.
     On failure all ranks raise one ConfigError, and an older model is still there. Host memory above the
     shards: a few chunks. One run at a time may save to `out`.

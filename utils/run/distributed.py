@@ -54,6 +54,7 @@ class World(NamedTuple):
 
     @property
     def on_gpu(self) -> bool:
+        """Whether this rank computes on a GPU."""
         return self.device.type == "cuda"
 
     @property
@@ -117,7 +118,7 @@ def init_distributed(use_gpu=True) -> World:
             f" {str(error).splitlines()[0][:200]}"
             " (fix: another --master_port, or torchrun --standalone)"
         ) from None
-    code = {"torch": torch.__version__, "transformers": version("transformers")}
+    code = {"packages": f"torch {torch.__version__}, transformers {version('transformers')}"}
     # [!.]: an editor's lock of an open file is a hidden link that leads nowhere
     for file in Path(__file__).parents[1].rglob("[!.]*.py"):
         code[f"{file.parent.name}/{file.name}"] = zlib.crc32(file.read_bytes())

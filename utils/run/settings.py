@@ -177,10 +177,10 @@ def check_training(cfg: object, **least: int) -> None:
     )
 
 
-def check_packages(cfg: object, gpu: str) -> None:
-    """Raise ConfigError if a package that the settings need is not installed, or does not support their dtype
-    or device. gpu: the name of the GPU; "" without one. It also warns of a rate that is low for bf16 weights,
-    since a recipe calls it once, and makes its Config several times.
+def check_settled(cfg: object, gpu: str) -> None:
+    """What can be asked only of settings that are settled, once in a run. Raise ConfigError if a package that
+    they need is not installed, or does not support their dtype or device. Warn of a rate that is low for bf16
+    weights. gpu: the name of the GPU; "" without one.
     """
     if cfg.param_dtype == "bf16" and cfg.lr < 1e-4:
         print0(
