@@ -213,7 +213,7 @@ class Config:
     # Where
     output_dir: str = ""  # run folder; empty: the next free one in output/
     resume: str = "auto"  # auto: continue a run in --output_dir; none: refuse it; or a checkpoint
-    save_every: int = 500  # steps between checkpoints; 0: none
+    save_every: int = 50  # steps between checkpoints; 0: none
     keep: int = 2  # number of newest checkpoints to keep; 0: all
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     allow_new_data: bool = False  # resume even if the data has changed

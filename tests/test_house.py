@@ -297,8 +297,8 @@ def test_a_setting_that_repeats_has_the_same_type_default_and_comment():
             before = line if line.startswith("    # ") else ""
     differ = {key for key, of in found.items() if len({*of.values()}) > 1}
     # Preferences want small steps, and have other rows. A score is that of a whole answer, never packed.
-    # grpo.py counts prompts and completions, and has losses of its own.
-    of_grpo = {"batch_size", "global_batch_size", "seq_len", "loss"}
+    # grpo.py counts prompts and completions, has losses of its own, and its steps take long.
+    of_grpo = {"batch_size", "global_batch_size", "seq_len", "loss", "save_every"}
     # Pre-training has rates of its own, one schedule more, and no adapters to choose.
     of_pretrain = {"warmup", "schedule", "weight_decay", "fit"}
     assert differ == {"lr", "format", "attn", "too_long"} | of_grpo | of_pretrain
