@@ -28,6 +28,7 @@ _context.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
         "bitsandbytes",
         "peft",
+        "forked_once",  # in tests/site, since the forkserver knows no other folder of tests
     ]
 )
 _pools: dict[int, list[tuple[multiprocessing.Process, Connection]]] = {}
