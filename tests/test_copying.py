@@ -52,9 +52,9 @@ def flags(tmp_path_factory):
     return f"--model {model} --dataset {rows} --steps 1 --batch_size 4"
 
 
-def trains(script, flags, cwd):
-    result = shell(f"python {script} {flags} --output_dir out", cwd)
-    assert result.returncode == 0, result.stderr
+def trains(script, flags, cwd, start=shell):
+    result = start(f"python {script} {flags} --output_dir out", cwd)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert (cwd / "out" / "model" / "model.safetensors").exists()
 
 
@@ -73,7 +73,7 @@ def test_a_flat_copy_beside_its_own_utils_though_the_parent_has_other_utils(tmp_
     flat = tmp_path / "project"
     shutil.copytree(ROOT / "utils", flat / "utils", ignore=NOTHING)
     shutil.copy(ROOT / "recipes" / "finetune.py", flat)
-    trains("finetune.py", flags, flat)
+    trains("finetune.py", flags, flat, forked)  # flat comes before the path of the tests
 
 
 def test_a_renamed_folder_and_one_sed_without_the_optional_files(tmp_path, flags):
@@ -84,7 +84,9 @@ def test_a_renamed_folder_and_one_sed_without_the_optional_files(tmp_path, flags
         table.unlink()
     text = (ROOT / "recipes" / "finetune.py").read_text().replace("from utils.", "from fsdp_utils.")
     (tmp_path / "train.py").write_text(text)
-    trains("train.py", flags, tmp_path)
+    (tmp_path / "utils").mkdir()  # before that on the path of the tests
+    (tmp_path / "utils" / "__init__.py").write_text("raise SystemExit('the old name')\n")
+    trains("train.py", flags, tmp_path, forked)
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ import os
 import pkgutil
 import re
 import shutil
-import subprocess
-import sys
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import eval as evaluate
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from finetune import Config
+from launch import Forked
 from ranks import free_port, run_ranks
 from shell import ROOT
 from tiny import tiny_model
@@ -219,23 +219,19 @@ def test_machines_with_different_code_are_refused(tmp_path):
     with open(tmp_path / "here/utils/plan/pictures.py", "a") as file:
         file.write("# edited on this machine only\n")
     (tmp_path / "here/utils/run/.#settings.py").symlink_to("me@host.123")  # Emacs has it open
-    env = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    machines = [
-        subprocess.Popen(
-            [sys.executable, tmp_path / folder / "train.py"],
-            env=env | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, folder in enumerate(("there", "here"))
-    ]
-    for machine in machines:
-        said = machine.communicate()[1]
-        assert re.search(
-            r"rank 1: other code than on rank 0: plan/pictures.py \d+ -> \d+ "
-            r"\(fix: the same code on every machine\)",
-            said,
-        ), said
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ExitStack() as machines:
+        started = [
+            machines.enter_context(Forked("python train.py", tmp_path / folder, RANK=rank, **env))
+            for rank, folder in zip("01", ("there", "here"), strict=True)
+        ]
+        for machine in started:
+            assert machine.end() == 1
+            assert re.search(
+                r"rank 1: other code than on rank 0: plan/pictures.py \d+ -> \d+ "
+                r"\(fix: the same code on every machine\)",
+                machine.text,
+            ), machine.text
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])

@@ -13,6 +13,7 @@ import sys
 import time
 
 import pytest
+from launch import Forked
 from shell import ROOT
 from tiny import tiny_tokenizer
 
@@ -354,7 +355,8 @@ def test_a_signal_that_also_ends_what_a_reward_has_started_changes_no_reward(tmp
         "def passes(completions, **columns):\n"
         "    calls.append(1)\n"
         "    print('asks', flush=True)\n"
-        f"    done = subprocess.run(['sleep', '2'], check={checks})\n"
+        "    seconds = '60' if len(calls) == 1 else '0'\n"
+        f"    done = subprocess.run(['sleep', seconds], check={checks})\n"
         "    return [float(done.returncode == 0)]\n"
         "calls = []\n"
     )
@@ -369,12 +371,12 @@ def test_a_signal_that_also_ends_what_a_reward_has_started_changes_no_reward(tmp
         "asked = [Question([], 'p', {}, 'rows.jsonl:1', None)]\n"
         "print(score(rewards, asked, ['a'], [[5]]), len(sys.modules['rules'].calls))\n"
     )
-    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "rules.py")]
-    with subprocess.Popen(command, stdout=-1, text=True, start_new_session=True) as run:
-        assert run.stdout.readline() == "asks\n"
+    with Forked(f"python {tmp_path}/run.py {tmp_path}/rules.py") as run:
+        run.until("asks\n")
         time.sleep(0.5)
-        os.killpg(run.pid, signal.SIGINT)
-        assert run.stdout.read().endswith("[{'passes': 1.0}] 2\n")
+        os.killpg(run.pids[0], signal.SIGINT)
+        assert run.end(50) == 0
+        assert run.text.endswith("[{'passes': 1.0}] 2\n")
 
 
 def test_messages_are_compared_by_their_text():
