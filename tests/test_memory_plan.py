@@ -588,7 +588,7 @@ def test_a_plan_of_grpo_whose_rows_have_no_room_for_a_prompt_is_refused_as_by_th
 
 def test_a_method_that_the_model_cannot_have_is_not_proposed_and_not_in_the_table(tmp_path, capsys):
     """GPT-2 has no layer for 8bit and 4bit, this Llama none for 4bit: the answer is still the plan's own."""
-    few = SIZES | {"num_hidden_layers": 2}
+    few = SIZES | {"num_hidden_layers": 1}
     gpt2 = tiny_config("gpt2", **few)
     odd = tiny_config("llama", **few | {"hidden_size": 528, "intermediate_size": 1000})
     # on a CPU there are fewer ways to try

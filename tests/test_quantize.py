@@ -541,8 +541,8 @@ TOGETHER = ("recompute", "offload", "accumulate")
 @pytest.mark.parametrize(
     ("setting", "lever"),
     [
-        *(("llama", lever) for lever in TOGETHER),
         ("qwen2", " ".join(TOGETHER)),
+        *(pytest.param("llama", lever, marks=pytest.mark.slow) for lever in TOGETHER),
         *(
             pytest.param(family, lever, marks=pytest.mark.slow)
             for family in ("llama", "qwen2")
