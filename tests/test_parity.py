@@ -123,13 +123,16 @@ def one_row_on_two_ranks(folder, rows):
     return with_recipe(2, output_dir=rows.parent / "out", batch_size=1, **flags)
 
 
-OF_EIGHT = [(2, 4), (4, 2)]  # ranks and rows of a micro-batch
-OF_EIGHT += [
-    pytest.param(*other, marks=pytest.mark.slow) for other in ((1, 1), (1, 2), (2, 1), (1, 8))
-]
+OF_EIGHT = [(2, 4), (4, 2), (1, 1), (1, 2), (2, 1), (1, 8)]  # ranks and rows of a micro-batch
+AT_FIRST = [("llama", 2, 4), ("llama", 4, 2), ("gemma2", 2, 4)]  # the others: make test-all
+SPLITS = [(kind, *split) for kind in ("llama", "qwen2", "gemma2") for split in OF_EIGHT]
 
 
-@pytest.mark.parametrize(("ranks", "batch_size"), OF_EIGHT)
+@pytest.mark.parametrize(
+    ("setting", "ranks", "batch_size"),
+    [pytest.param(*case, marks=[] if case in AT_FIRST else pytest.mark.slow) for case in SPLITS],
+    indirect=["setting"],
+)
 def test_any_ranks_and_accumulation_equal_a_plain_loop(setting, tmp_path, ranks, batch_size):
     folder, rows, (expected, weights) = setting
     if (ranks, batch_size) == (2, 1):
@@ -201,6 +204,11 @@ def test_the_same_world_size_gives_the_same_bits(setting, tmp_path):
     assert all(torch.equal(tensor, again[1][name]) for name, tensor in first[1].items())
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "gemma2"))],
+    indirect=True,
+)
 def test_reducing_in_every_micro_batch_changes_nothing(setting, tmp_path):
     folder, rows, (expected, _) = setting
     flags = {"model": folder, "dataset": rows, "batch_size": 2, "global_batch_size": GLOBAL_BATCH}

@@ -112,8 +112,18 @@ def test_none_is_too_large_for_tiny_models_with_short_rows(kind):
     assert not [miss for miss in misses(of_tiny(kind, 64, **window), 4) if "not fit" in miss]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral"])
-@pytest.mark.parametrize("how", [{}, LORA | FULL])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("llama", LORA | FULL),
+        ("gemma2", {}),
+        ("mixtral", LORA | FULL),
+        *(
+            pytest.param(kind, how, marks=slow)
+            for kind, how in (("llama", {}), ("gemma2", LORA | FULL), ("mixtral", {}))
+        ),
+    ],
+)
 def test_scaled_activations_are_those_that_are_traced_at_that_size(kind, how):
     setting = replace(of_tiny(kind, 2048, vocab_size=32000), **how)
     scaled = plan.scaled_of(setting)
