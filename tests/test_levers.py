@@ -67,7 +67,7 @@ def trained(setting, out, ranks=2, **flags):
     return with_recipe(ranks, model=folder, dataset=rows, output_dir=out, **flags)
 
 
-LONG = ("full_recompute", "offload", "hsdp_by_shard")  # left to make test-all
+LONG = ("full_recompute", "offload", "hsdp", "hsdp_by_shard")  # left to make test-all
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def train_alone(world, flags, copies):
     "how",
     [
         pytest.param(how, marks=pytest.mark.slow)
-        if how in ("dora", "8bit", "4bit", "fp32_sums", "bf16_sums", "masters")
+        if how not in ("fp32", "lora", "in_backward", "offload")
         else how
         for how in WITHOUT_COPIES
     ],
