@@ -70,6 +70,7 @@ def files(tmp_path_factory):
 @pytest.fixture
 def everything_is_large(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "SMALL", 0)
+    monkeypatch.setattr(cache, "cores", lambda: 1)  # a process takes 2 s to start
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "raw_fsdp" / "data"
 
@@ -175,11 +176,13 @@ def test_several_sources_are_made_by_processes_and_a_log_says_how_far_it_is(
         parts.append(tmp_path / f"{number}.jsonl")
         parts[-1].write_text("\n".join(share))
     monkeypatch.setattr(data, "SAID", 250)
+    monkeypatch.setattr(cache, "cores", lambda: 2)
     tokenizer = load_tokenizer(str(model))
     names = ",".join(map(str, parts))
     found = data.load_examples(data.Rows(names, 64), tokenizer)
     said = capsys.readouterr().out
     assert "tokens    of 320 rows are made" in said or "tokens    of 256 rows are made" in said
+    monkeypatch.setattr(data, "SMALL", 2**30)  # in memory, by this process
     whole = data.load_examples(data.Rows(str(rows), 64), tokenizer)
     assert torch.equal(found.ids, whole.ids)
     firsts = [origin.first for origin in found.origins]
