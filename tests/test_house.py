@@ -206,7 +206,7 @@ def loaded_modules() -> dict[str, str]:
 import contextlib, json, os, sys, tempfile
 import finetune
 with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-    finetune.main(finetune.Config(steps=2, low_cpu_fsdp=True, output_dir=folder))
+    finetune.main(finetune.Config(steps=2, max_rows=64, low_cpu_fsdp=True, output_dir=folder))
 print(json.dumps({name: str(getattr(module, "__file__", "")) for name, module in [*sys.modules.items()]}))
 """
     path = os.pathsep.join([str(ROOT / "recipes"), str(ROOT)])

@@ -106,7 +106,7 @@ def firsts() -> set[str]:
     ],
 )
 def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
-    """As written, but for fewer ranks and steps, our own output folder, and real files in place of names."""
+    """As written, but for fewer ranks, steps and rows, our own output folder, and real files for names."""
     model, rows = files
     words = shlex.split(
         command.replace("recipes/", f"{QUOTED}/recipes/").replace("configs/", f"{QUOTED}/configs/")
@@ -137,6 +137,7 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     ):
         words += [] if "--tokens" in words else ["--steps", "2"]
         words += ["--save_every", "0"]
+        words += [] if "--dataset" in words else ["--max_rows", "64"]
     if re.search("generate.py|eval.py", command):
         words += ["--max_new_tokens", "8"]
     start = shell if command in firsts() else forked
@@ -154,6 +155,7 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
 @pytest.mark.slow
 def test_from_any_working_folder_twice_in_a_row_it_trains_twice(tmp_path):
     command = f"torchrun --nproc_per_node 2 {QUOTED}/recipes/finetune.py --low_cpu_fsdp --steps 2"
+    command += " --max_rows 64"
     for count in (1, 2):
         assert forked(command, tmp_path).returncode == 0
         runs = sorted((tmp_path / "output").iterdir())
