@@ -111,9 +111,16 @@ def test_any_number_of_ranks_gives_the_losses_of_one(
     assert curve[-1][0] < curve[0][0]
 
 
+# LoRA over 16 bit is also in test_lora.py and test_levers.py, and on two ranks above.
+over_4_bit = pytest.mark.parametrize(
+    "base",
+    [*(pytest.param(base, marks=pytest.mark.slow) for base in ("16bit", "8bit")), "4bit"],
+    indirect=True,
+)
 LONG = {*LEVERS} - {"offload", "hsdp"}  # left to make test-all
 
 
+@over_4_bit
 @pytest.mark.parametrize(
     "lever",
     [pytest.param(lever, marks=[pytest.mark.slow] if lever in LONG else []) for lever in LEVERS],
@@ -130,6 +137,7 @@ def test_compiled_layers_train_alike(files, base, one_rank, tmp_path):
     torch.testing.assert_close(curve, one_rank, rtol=1e-4, atol=0)
 
 
+@over_4_bit
 def test_bf16_trains_like_fp32_to_its_rounding(files, base, one_rank, tmp_path):
     curve = train(files, tmp_path / "out", **base, dtype="bf16")
     torch.testing.assert_close(
@@ -161,6 +169,7 @@ def test_peft_on_the_original_base_gives_the_held_out_loss_of_the_run(files, tmp
     assert load_tokenizer(out / "adapter").chat_template == load_tokenizer(folder).chat_template
 
 
+@over_4_bit
 def test_an_adapter_is_continued_from_where_it_was(files, base, two_ranks, tmp_path):
     _, rows = files
     _, out, _ = two_ranks
@@ -188,6 +197,7 @@ def test_an_adapter_goes_on_in_the_chat_template_that_it_was_trained_in(files, t
     assert own == load_tokenizer(files[0]).chat_template != template
 
 
+@over_4_bit
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=pytest.mark.slow)])
 def test_a_resume_is_bitwise_and_the_checkpoint_holds_only_what_trains(
     files, base, two_ranks, tmp_path, optimizer

@@ -94,7 +94,7 @@ def test_paged_moments_move_to_the_host_and_a_published_run_on_24_gb_is_planned(
     assert offloaded[0] == offloaded[1]  # they are on the host already
 
 
-@pytest.mark.parametrize("card", ["h100_80gb_hbm3", "h200"])
+@pytest.mark.parametrize("card", [pytest.param("h100_80gb_hbm3", marks=pytest.mark.slow), "h200"])
 def test_22_settings_need_what_a_gpu_measured_within_half_a_per_cent_and_half_of_them_within_0_1(
     card, request
 ):
