@@ -100,7 +100,9 @@ def shard_and_quantize(world, kind):
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_and_scales_are_bit_equal_to_bitsandbytes_on_the_whole_tensor(kind, ranks):
     found = iter(run_ranks(shard_and_quantize, ranks, kind)[-1])

@@ -165,17 +165,17 @@ def travel(world, generate_ranks, layout, kind, dtype):
     return facts | {"wire": vars(wire)}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+ROLES = [(1, 1, "whole"), (1, 2, "whole"), (1, 2, "sharded")]  # learners, generators, layout
+ROLES += [(2, 1, "whole"), (2, 2, "whole"), (2, 2, "sharded"), (3, 1, "whole")]
+AT_ONCE = {"llama": [ROLES[0], ROLES[2]], "qwen2": ROLES[1:3]}  # the others: make test-all
+
+
 @pytest.mark.parametrize(
-    ("learners", "generators", "layout"),
+    ("kind", "learners", "generators", "layout"),
     [
-        (1, 1, "whole"),
-        (1, 2, "whole"),
-        pytest.param(2, 1, "whole", marks=pytest.mark.slow),
-        (1, 2, "sharded"),
-        pytest.param(2, 2, "whole", marks=pytest.mark.slow),
-        pytest.param(2, 2, "sharded", marks=pytest.mark.slow),
-        pytest.param(3, 1, "whole", marks=pytest.mark.slow),
+        pytest.param(kind, *roles, marks=[] if roles in AT_ONCE[kind] else pytest.mark.slow)
+        for kind in AT_ONCE
+        for roles in ROLES
     ],
 )
 def test_generators_have_the_learners_weights_in_bf16(kind, learners, generators, layout):
