@@ -874,7 +874,9 @@ def test_plan_prints_tables_and_a_command_that_fits():
 
 def test_a_plan_for_gpus_names_the_package_that_linear_attention_lacks(tmp_path):
     """In transformers' own words, once. A run on a CPU could not use it."""
-    family_config("qwen3_5_text").save_pretrained(tmp_path)
+    config = family_config("qwen3_5_text")
+    config.num_hidden_layers, config.layer_types = 1, ["linear_attention"]
+    config.save_pretrained(tmp_path)
     ended = forked(f"{PLAN} --model {tmp_path} --gpu_memory 8 --seq_len 64")
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("install `flash-linear-attention`") == 1
