@@ -218,7 +218,7 @@ def main(cfg: Config) -> Path:
         source = open_model(cfg.model, world, trust)
     tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
     with together(world):
-        tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
+        tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust, source.config)
         special_ids = {}
         if cfg.init == "random":
             special_ids = settle_special_tokens(source.config, tokenizer)

@@ -192,7 +192,7 @@ def main(cfg: Config) -> bool:
     tokenizer_folder = find_model(
         cfg.tokenizer or tokenizer_of(cfg.adapter) or source.folder, world, trust
     )
-    tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
+    tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust, source.config)
     attn = cfg.attn.replace("varlen", "auto")
     kind = "pictures" if cfg.train else "text"
     if type(source.config) in KINDS["pictures"]._model_mapping:

@@ -232,7 +232,7 @@ def main(cfg: Config) -> Path:
         cfg.tokenizer or tokenizer_of(cfg.adapter) or source.folder, world, trust
     )
     with together(world):
-        tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
+        tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust, source.config)
         dtype = DTYPES[cfg.dtype]
         param_dtype = DTYPES[cfg.param_dtype]
         attn = cfg.attn

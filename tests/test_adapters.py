@@ -4,6 +4,7 @@ loads the adapter, a resume is exact.
 python -m pytest tests/test_adapters.py
 """
 
+import json
 import shlex
 import shutil
 
@@ -20,13 +21,15 @@ from shell import QUOTED
 from test_parity import write_rows
 from tiny import tiny_model_folder
 from torch.distributed.run import get_args_parser
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.batches import GlobalBatches
 from utils.data.examples import Rows, load_examples
 from utils.data.tokens import load_tokenizer
+from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
 from utils.train.resume import Reader
+from utils.train.trained_run import open_trained
 
 FILE = "adapter_model.safetensors"
 BASES = {"16bit": {}, "8bit": {"quantization": "8bit"}, "4bit": {"quantization": "4bit"}}
@@ -195,6 +198,44 @@ def test_an_adapter_goes_on_in_the_chat_template_that_it_was_trained_in(files, t
     )
     own = load_tokenizer(tmp_path / "own" / "adapter").chat_template
     assert own == load_tokenizer(files[0]).chat_template != template
+
+
+def test_an_adapter_has_the_ids_of_its_base_whatever_class_its_tokenizer_names(tmp_path):
+    """Phi-4 names GPT2Tokenizer. transformers 5 takes TokenizersBackend, by the model's type, and leaves
+    digits apart; from a folder without a model it took the class that is named, and joined them.
+    """
+    folder = tiny_model_folder(tmp_path / "model", "phi3", vocab_size=271)
+    made = json.loads((folder / "tokenizer.json").read_text())
+    made["model"]["vocab"]["12"] = 261
+    made["model"]["merges"] = [["1", "2"]]
+    digits = {"type": "Split", "pattern": {"Regex": r"\d"}, "behavior": "Isolated", "invert": False}
+    of_bytes = made["pre_tokenizer"] | {"use_regex": False}
+    made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, of_bytes]}
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+
+    def ids(path):
+        return AutoTokenizer.from_pretrained(path)("12")["input_ids"]
+
+    def name_gpt2(path):
+        file = path / "tokenizer_config.json"
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "GPT2Tokenizer"})
+        )
+
+    name_gpt2(folder)
+    rows = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "12 12"}]
+    rows.write_text(f"{json.dumps({'messages': turns})}\n" * 8)
+    train((folder, rows), tmp_path / "first", 1, steps=1)
+    adapter = tmp_path / "first" / "adapter"
+    assert len(ids(folder)) == 2
+    assert ids(adapter) == ids(folder)
+    name_gpt2(adapter)  # as others save it
+    assert ids(adapter) == [261]
+    train((folder, rows), tmp_path / "on", 1, steps=1, adapter=str(adapter), lora_rank=0)
+    assert numbers(tmp_path / "on")[0]["tokens"] == numbers(tmp_path / "first")[0]["tokens"]
+    trained = open_trained(str(folder), str(adapter), "", "fp32", ALONE, False)
+    assert load_tokenizer(*trained.tokenizer)("12")["input_ids"] == ids(folder)
 
 
 @over_4_bit

@@ -223,15 +223,6 @@ def test_data_that_is_replaced_while_it_is_read_is_refused_and_not_kept(
     assert kept(everything_is_large) == []
 
 
-def test_a_user_without_a_home_is_told_what_to_set(files, monkeypatch):
-    monkeypatch.setattr(data, "SMALL", 0)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # no name has it
-    with pytest.raises(ConfigError, match=r"\(fix: XDG_CACHE_HOME=FOLDER\)$"):
-        load_examples(files[1], load_tokenizer(files[0]), 64)
-
-
 def start(files, cache_home: Path, limits: str = "") -> subprocess.Popen:
     command = [
         "bash",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import family_config
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import tiny_config, tiny_tokenizer
@@ -138,6 +139,16 @@ def test_steps_that_follow_each_other_and_rows_that_pad_are_kept():
     assert (rows[:, 0] == 0).all()
     others = rows[4:, 1:] / torch.arange(1, 300)
     assert 1 <= others.min() < 1.01 < 1.99 < others.max() <= 2
+
+
+def test_buffers_that_a_module_without_tensors_fills_in_others_are_filled():
+    """Falcon H1's decoder fills the multipliers of its layers, which no checkpoint holds."""
+    config = family_config("falcon_h1")
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    buffers = dict(drawn(config).named_buffers())
+    wanted = {name: buffer for name, buffer in theirs.named_buffers() if "mup_vector" in name}
+    assert wanted
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in wanted.items())
 
 
 def test_a_family_whose_rules_leave_a_tensor_is_refused_before_memory_is_used():

@@ -127,9 +127,11 @@ IdsAndMask = tuple[list[int], bytearray]  # (ids, loss mask) of T tokens each
 Rendered = tuple[str, list[tuple[int, int]]]
 
 
-def load_tokenizer(folder: Path | str, chat_template="", trust_remote_code=False):
+def load_tokenizer(folder: Path | str, chat_template="", trust_remote_code=False, config=None):
     """The tokenizer of a model folder, with a chat template that works.
 
+    config: of the model; None: that of the folder. In transformers 5 the type of the model may decide over
+    the class that the tokenizer's files name, and the class over the ids.
     chat_template: "" for the tokenizer's own, "chatml", "alpaca" or "plain" for a built-in one, else a file.
     The tokenizer gets the attribute `template_name`. It is "" if the tokenizer has none of its own: turns are
     rendered with "plain" then, and texts are no turns. ConfigError names the folder or the template that is
@@ -143,7 +145,10 @@ def load_tokenizer(folder: Path | str, chat_template="", trust_remote_code=False
         "a folder with its tokenizer.json or .model; --trust_remote_code, if it is code that you have read",
     ):
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
+            folder,
+            config=config,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
         )
     # Without files, transformers makes some tokenizers with an empty vocabulary.
     check(
@@ -226,13 +231,10 @@ def print_template_notes(tokenizer) -> None:
             "template  chatml; a base that has never seen its tokens learns them by LoRA only with"
             " --modules_to_save embed_tokens,lm_head"
         )
-    tail, end = answer_end(tokenizer)
-    if not end:
+    if not end_of_turn_ids(tokenizer):
         print0(
             "warning: the chat template ends no turn with a token, so the model will not learn to stop"
         )
-    elif not tail.startswith(end):
-        print0(f"template  ends no answer with a token of its own; here {end!r} ends it")
 
 
 def end_of_turn_ids(tokenizer) -> set[int]:

@@ -103,11 +103,11 @@ def plan_weights(model: nn.Module, dtype: torch.dtype) -> tuple:
     names = {}
     for name, tensor in state.items():
         names.setdefault(tensor.untyped_storage()._cdata, name)  # tied ones once
-    for module in model.modules():
-        module._is_hf_initialized = False
     recorder = Recorder(names)
     with others_code(f"--init random: {model.config.model_type}", FIX), torch.no_grad(), recorder:
         model.initialize_weights()
+    for module in model.modules():
+        module._is_hf_initialized = False
     unfilled = []
     for name, steps in recorder.steps.items():
         fills = {step[1:3] for step in steps if kind_of(step.function) in FILLS}

@@ -340,7 +340,11 @@ def save_adapter(
             f"{out} is no adapter, and a save would replace it (fix: another --output_dir)",
         )
         config.save_pretrained(temp)
-        save_tokenizer(tokenizer, temp)
+        # By the model's type, which an adapter lacks, transformers 5 may take another class than the files of
+        # the base name. transformers 4 knows TokenizersBackend by another name.
+        name = type(tokenizer).__name__
+        name = name.replace("TokenizersBackend", "PreTrainedTokenizerFast")
+        save_tokenizer(tokenizer, temp, tokenizer_class=name)
 
     layout = lay_out(pieces, save_dtype, max_file_bytes=math.inf, stem="adapter_model")
     save_folder(out, world, pieces, partial(written_parts, state, world), prepare, layout)

@@ -244,8 +244,9 @@ def generation_config(model: torch.nn.Module, source: Path, eos_ids: Iterable[in
     return settings | {"eos_token_id": sorted({*ids, *eos_ids} - {None}) or None}
 
 
-def save_tokenizer(tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer, folder: Path, **changes: str) -> None:
     """Save a tokenizer, if there is one, with the chat template that the model was trained in, if any.
+    changes: of its settings.
 
     Its own files are copied: transformers 4, and what builds on it, cannot read those that transformers 5
     writes (https://github.com/hiyouga/LlamaFactory/issues/10310).
@@ -259,7 +260,8 @@ def save_tokenizer(tokenizer, folder: Path) -> None:
         with suppress(ConfigError):  # it leads out of the folder
             shutil.copyfile(file_inside(path.parent, path.name), folder / path.name)
     file = folder / "tokenizer_config.json"
-    settings = read_json(file) | {"pad_token": tokenizer.pad_token}  # reward.py may change it
+    # reward.py may change it
+    settings = read_json(file) | changes | {"pad_token": tokenizer.pad_token}
     if isinstance(tokenizer.chat_template, str):  # it may be several by name
         settings["chat_template"] = tokenizer.chat_template
         # a processor would read it, before chat_template.jinja

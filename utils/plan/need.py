@@ -423,7 +423,6 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     """
     replay = Replay(states, setting)
     root, tables, blocks, head, towers = units
-    embedding = tables[0]
     if trace.pictures:
         replay.add("pictures", trace.pictures.bytes)
     micro_batches = min(setting.grad_accum + setting.separates, 3)  # the others are like the second
@@ -434,7 +433,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
             replay.add("activations", trace.input_bytes)
         forward(replay, units, trace)
         replay.phase = "backward"
-        replay.compute(trace.loss_back, (head or embedding).grads)
+        replay.compute(trace.loss_back, (head or tables[0]).grads)
         if head:
             replay.reduce(head, sync)
         for k, unit in reversed(list(enumerate(blocks))):
@@ -445,7 +444,9 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
             replay.reduce(unit, sync)
         if trace.pictures:
             trace.pictures.backward(replay, towers, sync)
-        replay.compute(trace.embedding_back, embedding.grads if head else 0)
+        replay.compute(
+            trace.embedding_back, sum(unit.grads for unit in (root, *tables[head is None :]))
+        )
         for unit in (root, *tables):
             replay.reduce(unit, sync)
         replay.free("reduced")

@@ -68,6 +68,9 @@ class LiveBytes(TorchDispatchMode):
         # Living storages that the blocks share: masks, rotary tables. The backward does not free them: its
         # traced block stands for many.
         self.shared = set()
+        # The arguments of the first block, if it recomputes: they may hold what others put there, such as the
+        # recomputed keys of Gemma 4.
+        self.arguments = None
         self.table_shape = None  # of the embedding; if it is tied, its two gradients are added
         # what the last block returned beside the hidden states, if it returned a tuple
         self.further_outputs = None
@@ -190,7 +193,7 @@ def record_step(
         for layer in repeats:
             enter(patch.object(layer, "forward", partial(pass_over, live)))
         for layer in firsts:
-            enter(patch.object(layer, "forward", mark_block(layer, live)))
+            enter(patch.object(layer, "forward", mark_block(layer, live, recompute != "none")))
         head = model.get_output_embeddings()
         live.table_shape = model.get_input_embeddings().weight.shape
         enter(patch.multiple(loss, chunk_slices=few_chunks, _add_product=no_product))
@@ -309,7 +312,7 @@ def pass_over(live: LiveBytes, hidden_states: Tensor, *args, **kwargs) -> object
     return hidden_states if live.further_outputs is None else (hidden_states, *live.further_outputs)
 
 
-def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
+def mark_block(layer: nn.Module, live: LiveBytes, recomputes: bool) -> Callable:
     """A forward that logs where the block begins and ends and where its backward begins; for the first block
     also where its backward ends.
     """
@@ -318,16 +321,18 @@ def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
     def mark_backward(gradient):
         live.log.append("back")
 
-    def marked(*args, **kwargs):
+    def marked(hidden_states, *args, **kwargs):
         layer.forward = forward  # a second call is the recomputation in the backward
         live.log.append("to block")
-        hidden = args[0] if args else kwargs["hidden_states"]
-        key = hidden.untyped_storage()._cdata
+        key = hidden_states.untyped_storage()._cdata
         if "block" not in live.log:
             live.shared = {*live.sizes} - {key}
-            if hidden.requires_grad:
-                hidden.register_hook(mark_backward)
-        output = forward(*args, **kwargs)
+            live.arguments = recomputes and (args, kwargs)
+            if hidden_states.requires_grad:
+                # Gemma 4 uses its embedding beside the blocks too: the view has the gradient of the block.
+                hidden_states = hidden_states.view_as(hidden_states)
+                hidden_states.register_hook(mark_backward)
+        output = forward(hidden_states, *args, **kwargs)
         live.block_end = len(live.log)
         live.block_input = key
         live.log.append("block")

@@ -9,7 +9,7 @@ import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import ConfigError, check, say
+from .errors import ConfigError, check
 
 AGAIN = "(fix: copy or download the folder again)"
 
@@ -116,12 +116,9 @@ def remove_siblings(out: Path, kind: str) -> None:
     """Delete hidden folders beside `out`. kind .tmp: temporary folders of saves that were killed; .old:
     former models that a save moved aside.
     """
-    ours = re.compile(re.escape(f"{kind}_{out.name}_") + "[0-9a-f]{8}")
     for path in out.parent.glob(".*"):
-        if ours.fullmatch(path.name):
+        if re.fullmatch(re.escape(f"{kind}_{out.name}_") + "[0-9a-f]{8}", path.name):
             shutil.rmtree(path, ignore_errors=True)
-            if kind == ".tmp":
-                say(f"removed {path}, which a run that died left behind")
 
 
 def check_replaceable(out: Path, source: Path | None) -> None:

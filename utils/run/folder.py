@@ -53,12 +53,6 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     out, owner = broadcast((out, owner), world)
     with together(world), disk_errors(out):
         check_seen(out, owner)
-    # NCCL's flight recorder: when a collective times out, each rank writes here which collective it was in.
-    os.environ.update(
-        TORCH_NCCL_DUMP_ON_TIMEOUT="1",
-        TORCH_FR_BUFFER_SIZE="2000",
-        TORCH_FR_DUMP_TEMP_FILE=f"{out}/hang_rank_",
-    )
     return out
 
 

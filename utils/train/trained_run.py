@@ -50,7 +50,7 @@ class Trained:
     source: Source  # the base
     model: nn.Module  # on meta, with adapters if there are any
     pieces: list  # the base's, see plan_pieces
-    tokenizer: tuple[Path, str, bool]  # folder, chat template ("": its own), trust_remote_code
+    tokenizer: tuple  # arguments of load_tokenizer
     run: dict  # settings of the checkpoint's run; {} without a checkpoint
     kind: str  # a key of loading.KINDS
     checkpoint: Path | None
@@ -157,7 +157,8 @@ def open_trained(
                 print0(
                     f"warning: {base} is not what the run was trained from, then -> now: {changed}"
                 )
-    tokenizer = (tokenizer_folder, run.get("chat_template") or template, trust_remote_code)
+    template = run.get("chat_template") or template
+    tokenizer = (tokenizer_folder, template, trust_remote_code, source.config)
     return Trained(base, source, built, pieces, tokenizer, run, kind, path, config, names, rules)
 
 
