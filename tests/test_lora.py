@@ -272,7 +272,11 @@ def test_all_linear_is_every_linear_layer_but_the_head_and_the_routers():
         ("falcon_mamba", {"in_proj"}, {"out_proj"}),
         ("falcon_h1", {"in_proj", "q_proj", "o_proj", "up_proj"}, {"out_proj"}),
         ("nemotron_h", {"in_proj", "q_proj"}, {"out_proj"}),
-        ("gemma3n_text", {"q_proj", "up_proj"}, {"prediction_coefs"}),
+        (
+            "gemma3n_text",
+            {"q_proj", "per_layer_input_gate"},
+            {"prediction_coefs", "modality_router"},
+        ),
         ("deepseek_v4", {"o_b_proj"}, {"o_a_proj"}),  # multiplies group by group
         ("ctrl", {"Wq", "dense"}, set()),
         ("rwkv", {"key", "receptance"}, {"output"}),  # divided where the model answers

@@ -71,9 +71,10 @@ def adapt(model: nn.Module, lora: Lora, quant: Quant, dtype: torch.dtype) -> tup
 def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
     """Put adapters beside the target layers, in place, and freeze everything else except modules_to_save.
 
-    lora.lora_targets: all-linear (all but the head and the routers of experts), names separated by commas, or
-    one regular expression for whole names. lora.adapter: a peft folder; only its structure is used here, and
-    load_adapter reads its values. On meta this costs nothing. Raises ConfigError for names that do not exist,
+    lora.lora_targets: all-linear (all but the head, the routers of experts, and layers with the names of
+    experts, which peft takes for these), names separated by commas, or one regular expression for whole
+    names. lora.adapter: a peft folder; only its structure is used here, and load_adapter reads its values. On
+    meta this costs nothing. Raises ConfigError for names that do not exist,
     with the nearest names that do, and for an adapter that does not fit.
     """
     head = model.get_output_embeddings()

@@ -32,7 +32,7 @@ ADDED = re.compile(r"\.(lora_|modules_to_save\.|original_module)")  # modules th
 OUTLIER = 6.0  # LLM.int8(): columns with an activation above this are not quantized
 # Modules that choose experts, or tokens to attend to. They are small, but small errors in them have large
 # effects.
-ROUTER = re.compile(r"(^|[._])(gate|router|weights?_proj)(\.|$)")
+ROUTER = re.compile(r"((^|[._])router|(^|\.|expert_)gate|(^|\.)weights?_proj)(\.|$)")
 # By model type: layers that the model's own code does not simply call. It reads or changes their weights, or
 # casts to their dtype. Adapters of such layers would be ignored silently, and quantized codes would be taken
 # for weights. (laguna: peft does not find the adapters of its shared experts again.)
