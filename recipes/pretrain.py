@@ -169,7 +169,7 @@ class Config:
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     allow_new_data: bool = False  # resume even if the data has changed
     timeout: int = 300  # seconds that ranks wait for each other in a step; twice that in a save
-    save_model: bool = True  # write OUT/model at the end
+    save_model: bool = True  # write the result at the end
     save_dtype: Literal["original", "bf16", "fp32"] = "original"  # dtype of the result
     log_every: int = 1  # steps between console lines; only these steps wait for the GPU
     profile: bool = False  # write OUT/profile: a trace of two steps, on CUDA also a memory snapshot
