@@ -734,7 +734,8 @@ def recommendation(cfg: Config, plan: dict) -> list[str]:
     best = plan["recommended"]
     fits = {TIGHT: "fits, tightly", MAYBE: "may fit, with less than 3 % to spare"}
     lines = [
-        f"This {fits.get(best['answer'], 'fits')}, of the first method of which anything does:"
+        f"This {fits.get(best['answer'], 'fits')}, of the first method of which anything does;"
+        " flags that change no memory, such as --lr, are not in it:"
     ]
     lines.append(f"  {escaped(plan['command'])}")
     if best["cpu_offload"]:

@@ -356,7 +356,7 @@ def main(cfg: Config) -> Path:
         from utils.model.attention import compile_layers
 
         compile_layers(model)
-    print0(f"output    {out}")
+    print0(f"output    {out}; --save_every {cfg.save_every}, of {steps} steps")
     print0(
         f"compute   {cfg.dtype} over {cfg.param_dtype} weights;"
         f" attention {model.config._attn_implementation}"

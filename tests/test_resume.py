@@ -30,9 +30,10 @@ from utils.model.folder import run_facts
 from utils.run import signals
 from utils.run.distributed import ALONE, World
 from utils.run.errors import ConfigError, differences
+from utils.run.folder import Resumed
 from utils.run.settings import parse_cli
 from utils.run.signals import CAUGHT, stop_at_once
-from utils.train.resume import print_resume_command
+from utils.train.resume import continue_run, print_resume_command
 
 RUN = {
     "steps": 5,
@@ -219,6 +220,15 @@ def test_a_run_that_an_older_version_finished_is_finished(whole, tmp_path, capsy
     assert "is finished: already at step 5" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="other settings: lr 0.001 -> 0.1"):
         train(None, {**flags, "lr": 0.1}, tmp_path / "run")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_starts_again(
+    tmp_path, capsys
+):
+    (tmp_path / "config.yaml").write_text("lr: 1e-4\n")
+    assert continue_run(tmp_path, "auto", finetune.Config(), ALONE) == Resumed()
+    said = f"restart   from the beginning: the run in {tmp_path} has no checkpoint\n"
+    assert capsys.readouterr().out == said
 
 
 def test_settings_that_change_no_result_do_not_refuse_a_finished_run(whole, capsys):

@@ -343,8 +343,7 @@ def save_adapter(
         config.save_pretrained(temp)
         # By the model's type, which an adapter lacks, transformers 5 may take another class than the files of
         # the base name. transformers 4 knows TokenizersBackend by another name.
-        name = type(tokenizer).__name__
-        name = name.replace("TokenizersBackend", "PreTrainedTokenizerFast")
+        name = type(tokenizer).__name__.replace("TokenizersBackend", "PreTrainedTokenizerFast")
         save_tokenizer(tokenizer, temp, tokenizer_class=name)
 
     layout = lay_out(pieces, save_dtype, max_file_bytes=math.inf, stem="adapter_model")

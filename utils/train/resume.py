@@ -81,6 +81,7 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
         return Resumed(finished=finished)
     checkpoint = find_checkpoint(resume, out, world)
     if not checkpoint:
+        print0(f"restart   from the beginning: the run in {out} has no checkpoint")
         return Resumed()
     with together(world):
         state = read_state(checkpoint)

@@ -157,8 +157,12 @@ def open_trained(
                 print0(
                     f"warning: {base} is not what the run was trained from, then -> now: {changed}"
                 )
-    template = run.get("chat_template") or template
-    tokenizer = (tokenizer_folder, template, trust_remote_code, source.config)
+    tokenizer = (
+        tokenizer_folder,
+        run.get("chat_template") or template,
+        trust_remote_code,
+        source.config,
+    )
     return Trained(base, source, built, pieces, tokenizer, run, kind, path, config, names, rules)
 
 
