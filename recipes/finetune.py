@@ -6,8 +6,7 @@ Supervised fine-tuning. Every rank builds the model on meta and reads only its o
     python recipes/finetune.py --model DIR --dataset chat.jsonl --lora_rank 16 --quantization 8bit
 
 Without --model and --dataset it teaches the tiny model in recipes/tiny a task that it cannot do yet.
-The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained
-(with LoRA adapter/, for peft).
+The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
 """
 
 import gc

@@ -260,7 +260,7 @@ def save_tokenizer(tokenizer, folder: Path, **changes: str) -> None:
         with suppress(ConfigError):  # it leads out of the folder
             shutil.copyfile(file_inside(path.parent, path.name), folder / path.name)
     file = folder / "tokenizer_config.json"
-    # reward.py may change it
+    # reward.py may change the pad token
     settings = read_json(file) | changes | {"pad_token": tokenizer.pad_token}
     if isinstance(tokenizer.chat_template, str):  # it may be several by name
         settings["chat_template"] = tokenizer.chat_template
