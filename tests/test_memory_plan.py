@@ -250,6 +250,15 @@ def test_gradients_that_waited_in_fp32_are_planned_while_they_are_reduced(tied):
 
 
 @slow
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3n_text"])
+def test_gradients_of_positions_and_further_tables_wait_for_the_last_micro_batch_too(kind):
+    """Those of the root and of the second table were freed and never added: 2 and 4 % too low."""
+    asked = case(kind, seq_len=64, grad_accum=3)
+    planned = need_of(setting_of(asked)).peak.total
+    assert planned == pytest.approx(max(run_ranks(most_alive, 2, asked)), rel=0.001)
+
+
+@slow
 @pytest.mark.parametrize(
     "asked",
     [

@@ -106,6 +106,7 @@ def plan_weights(model: nn.Module, dtype: torch.dtype) -> tuple:
     recorder = Recorder(names)
     with others_code(f"--init random: {model.config.model_type}", FIX), torch.no_grad(), recorder:
         model.initialize_weights()
+    # Nothing is filled yet, also by modules without tensors: Falcon H1's decoder fills buffers of its layers.
     for module in model.modules():
         module._is_hf_initialized = False
     unfilled = []

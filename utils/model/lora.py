@@ -74,8 +74,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
     lora.lora_targets: all-linear (all but the head, the routers of experts, and layers with the names of
     experts, which peft takes for these), names separated by commas, or one regular expression for whole
     names. lora.adapter: a peft folder; only its structure is used here, and load_adapter reads its values. On
-    meta this costs nothing. Raises ConfigError for names that do not exist,
-    with the nearest names that do, and for an adapter that does not fit.
+    meta this costs nothing. Raises ConfigError for names that do not exist, with the nearest names that do,
+    and for an adapter that does not fit.
     """
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
