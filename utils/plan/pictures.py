@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import methodcaller
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -145,15 +144,16 @@ class PictureBytes(LiveBytes):
         if func.overloadpacket in INDEXED:
             args = (args[0], numbered(args[1]), *args[2:])
         kwargs = kwargs or {}
-        tensors = tensors_in((args, kwargs))
-        is_real = not any(tensor.is_meta for tensor in tensors)
-        if not tensors:  # it creates a tensor: integers are real, floating-point values on meta
+        metas = {tensor.is_meta for tensor in tensors_in((args, kwargs))}
+        is_real = True not in metas
+        if not metas:  # it creates a tensor: integers are real, floating-point values on meta
             dtype = kwargs.get("dtype") or torch.float32
             is_real = not dtype.is_floating_point or func.overloadpacket is aten.arange
         if not is_real:
-            args, kwargs = on_tensors(methodcaller("to", "meta"), (args, kwargs))
+            if False in metas:  # asked first, because towers have very many operations
+                args, kwargs = on_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
         elif "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
+            kwargs["device"] = "cpu"
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
