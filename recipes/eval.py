@@ -56,7 +56,7 @@ from utils.run.files import disk_errors, replace_file
 from utils.run.folder import claim_output, releases_output
 from utils.run.settings import convert_settings, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
-from utils.train.rollout import Asker
+from utils.train.rollout import Asker, Completion
 from utils.train.trained_run import Trained, compute_alone, load_trained, open_trained, shard_model
 
 TINY = HERE / "tiny"
@@ -168,6 +168,8 @@ def main(cfg: Config) -> Path:
             load_processor(trained.source.folder, tokenizer)
         check_vocab(tokenizer, len(model.get_input_embeddings().weight))
         seq_len = settle_seq_len(cfg, model)
+        settings = generation_config(model, trained.source.folder, end_of_turn_ids(tokenizer))
+    ends = settings["eos_token_id"] or ()
     out = claim_output(cfg.output_dir, Path(__file__).stem, world)
 
     # --- data: every row is read, checked and tokenized -------------------------------------------
@@ -186,7 +188,7 @@ def main(cfg: Config) -> Path:
             for line in task.rows.sources():
                 print0(f"form      {line}")
     with together(world), disk_errors(out):
-        facts = facts_of(cfg, trained, task.data, dtype, seq_len)
+        facts = facts_of(cfg, trained, task.data, dtype, seq_len) | {"eos_token_id": ends}
         finished = world.rank == 0 and finished_before(out, facts)
     if broadcast(finished, world):
         print_results(out, read_json(out / "eval.json")["results"])
@@ -229,9 +231,8 @@ def main(cfg: Config) -> Path:
         return collate(rows or [scored([pad], 1)], pad, multiple=1)
 
     file = out / "items.jsonl" if task.groups else None  # lm_eval keeps its own
-    settings = generation_config(model, trained.source.folder, end_of_turn_ids(tokenizer))
-    ends = frozenset(settings["eos_token_id"] or ())
-    results = task.results(Asker(model, world, batch_of, cfg.batch_size, ends, pad, file))
+    asker = Checked(model, world, batch_of, cfg.batch_size, frozenset(ends), pad, file)
+    results = task.results(asker)
     with together(world), disk_errors(out):
         if world.rank == 0:
             replace_file(
@@ -251,6 +252,23 @@ def print_results(out: Path, results: dict) -> None:
     print0(f"finished  {out}/eval.json")
 
 
+class Checked(Asker):
+    """An Asker that refuses a model that computes no numbers: else a choice of NaN would be the first one."""
+
+    def ask(self, groups, answers, judge):
+        def checked(i, answer):
+            is_text = isinstance(answer, Completion)
+            log_probs = answer.log_probs if is_text else [score[0] for score in answer]
+            check(
+                math.isfinite(sum(log_probs)),
+                f"item {i}: the log-probabilities of the model are not finite (fix: --dtype fp32; if they are"
+                " not finite then either, its weights are damaged: another --model or --checkpoint)",
+            )
+            return judge(i, answer)
+
+        return super().ask(groups, answers, checked)
+
+
 class Task(NamedTuple):
     """The items to evaluate, and how results are computed."""
 
@@ -267,10 +285,13 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
     rewards = parse_rewards(cfg.match, "--match")
     check_columns(rewards, questions)
     prompts = [scored(question.ids, len(question.ids)) for question in questions]
+    ends = end_of_turn_ids(tokenizer)
 
-    def judge(i: int, ids: list[int]) -> dict:
+    def judge(i: int, completion: Completion) -> dict:
         question = questions[i]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
+        ids = completion.ids
+        # Not each tokenizer marks the token that ends a turn as special.
+        text = tokenizer.decode([i for i in ids if i not in ends], skip_special_tokens=True)
         answer = without_thoughts(text)
         if not is_plain(question.content, tokenizer, rows):  # code that goes on has its indentation
             text = text.strip()

@@ -324,6 +324,50 @@ def test_a_finished_folder_is_read_and_one_of_other_facts_refused(alone, folder,
         assert ("model" in changed) == (name == "model")
 
 
+def test_tokens_that_end_an_answer_are_part_of_what_the_answers_follow_from(folder, tmp_path):
+    model = shutil.copytree(folder, tmp_path / "model")
+    flags = {"model": str(model), "dataset": questions(tmp_path / "rows.jsonl")}
+    flags["max_new_tokens"] = NEW
+    evaluated(tmp_path / "out", **flags)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
+    with pytest.raises(ConfigError, match="something else: eos_token_id .* 9"):
+        evaluated(tmp_path / "out", **flags)
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_a_model_that_computes_no_numbers_is_refused_and_gets_no_figures(
+    task, alone, folder, tmp_path
+):
+    """A choice of NaN was the first one, an answer empty: both had figures with standard errors."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
+    shutil.copytree(folder, tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    flags, *_ = alone[task]
+    with pytest.raises(ConfigError, match=r"item \d+: .* not finite \(fix: --dtype fp32"):
+        evaluated(tmp_path / "out", **flags | {"model": str(tmp_path / "model")})
+    assert "results" not in json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert not (tmp_path / "out" / "items.jsonl").exists()
+
+
+def test_the_token_that_ends_a_turn_is_no_text_even_if_it_is_not_special(tmp_path):
+    started = TINY / "started"
+    model = shutil.copytree(started, tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        found = json.loads((model / name).read_text())
+        for token in found.get("added_tokens", ()):
+            token["special"] = token["special"] and token["content"] != "<|end|>"
+        if "additional_special_tokens" in found:
+            found["additional_special_tokens"].remove("<|end|>")
+        (model / name).write_text(json.dumps(found))
+    assert "<|end|>" not in AutoTokenizer.from_pretrained(model).all_special_tokens
+    flags = {"dataset": str(TINY / "heldout.jsonl"), "max_rows": 8, "max_new_tokens": 24}
+    expected = evaluated(tmp_path / "special", **flags, model=str(started))
+    assert evaluated(tmp_path / "out", **flags, model=str(model)) == expected
+    assert expected[0]["exact"] > 0
+
+
 @pytest.mark.slow
 def test_killed_in_the_middle_it_goes_on(tmp_path):
     command = (

@@ -253,7 +253,7 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
             texts = [""] * len(requests)
             for size, asked in by_size.items():
                 numbers, prompts = zip(*asked, strict=True)
-                rows = asker.complete(prompts, size, lambda _, ids: {"ids": ids})
+                rows = asker.complete(prompts, size, lambda _, found: {"ids": found.ids})
                 for number, row in zip(numbers, rows, strict=True):
                     text = tokenizer.decode(row["ids"], skip_special_tokens=True)
                     until = requests[number].args[1].get("until") or []

@@ -307,8 +307,8 @@ class Asker(NamedTuple):
         return self.ask(groups, answers, judge)
 
     def complete(self, prompts: list, new: int, judge: Callable) -> list[dict]:
-        """One row per prompt: {"number": i} | judge(i, ids of its greedy completion of at most `new`
-        tokens). A prompt is an Example.
+        """One row per prompt: {"number": i} | judge(i, its greedy Completion of at most `new` tokens). A
+        prompt is an Example.
         """
 
         def answers(batches, numbers):
@@ -322,7 +322,7 @@ class Asker(NamedTuple):
                 self.world,
                 lockstep=self.world.size > 1,
             )
-            return [found[i].ids for i in sorted(found)]
+            return [found[i] for i in sorted(found)]
 
         return self.ask([[prompt] for prompt in prompts], answers, judge)
 
