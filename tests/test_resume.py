@@ -206,7 +206,9 @@ def test_a_finished_run_with_other_settings_is_refused_by_field(whole, tmp_path)
         with pytest.raises(ConfigError, match="holds a finished run with other settings") as error:
             train(None, settings, out)
         assert field in str(error.value)
-        assert "(fix: another --output_dir; with --resume " in str(error.value)
+        # with --resume alone this would be refused again, and without more steps nothing would train
+        fix = f"(fix: another --output_dir; to go on, also --resume {out} and more --epochs or --steps)"
+        assert fix in str(error.value)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 

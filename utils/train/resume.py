@@ -69,7 +69,7 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
             check(
                 not changed,
                 f"{out} holds a finished run with other settings: {changed}"
-                f" (fix: another --output_dir; with --resume {out} it goes on from the last checkpoint)",
+                f" (fix: another --output_dir; to go on, also --resume {out} and more --epochs or --steps)",
             )
             check(
                 not cfg.save_model or [*out.glob("model"), *out.glob("adapter")],
