@@ -115,7 +115,7 @@ class Config:
     columns: str = ""  # our key=your column: instruction=question,output=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
-    max_rows: int = 0  # read only the first N rows of each source; 0: all
+    max_rows: int = 0  # read only the first N rows of each source, held-out ones too; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
     eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
     eval_every: int = 0  # steps between evaluations of held-out rows; 0: only at the end
