@@ -512,6 +512,15 @@ def test_a_folder_names_its_processor_as_that_of_pixtral_12b_does(opened, tmp_pa
     assert isinstance(ours, type(theirs))
 
 
+def test_a_processor_that_only_the_folder_names_is_found_as_that_of_glm_ocr(opened, tmp_path):
+    """transformers lists none for its model type; AutoProcessor finds it by the same name."""
+    folder, _, _ = opened("qwen2_5_vl")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text('{"model_type": "glm_ocr"}')
+    ours = load_processor(str(tmp_path), load_tokenizer(tmp_path))
+    assert type(ours).__mro__[1].__name__ == "Qwen2_5_VLProcessor"
+
+
 @pytest.mark.parametrize("template", ["", "{{ bos_token }}"])
 def test_a_chat_begins_with_the_bos_token_that_auto_processor_adds(
     template, opened, pictures, tmp_path

@@ -85,13 +85,13 @@ def load_processor(folder: Path | str, tokenizer):
             f"{folder}: in {config.model_type} all tokens of a prompt see each other: this is not trained"
             " (fix: a causal language model with pictures, such as qwen3_vl or gemma3)",
         )
-        kind = transformers.PROCESSOR_MAPPING[type(config)]
-        settings, _ = kind.get_processor_dict(folder)
-        # Pixtral 12B is a llava with a PixtralProcessor.
-        kind = getattr(transformers, settings.get("processor_class", ""), kind)
+        images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+        settings, _ = transformers.ProcessorMixin.get_processor_dict(folder)
+        # Pixtral 12B is a llava with a PixtralProcessor. Of GLM-OCR only the folder names one.
+        name = settings.get("processor_class", "")
+        kind = getattr(transformers, name, None) or transformers.PROCESSOR_MAPPING[type(config)]
         if kind.__name__ == "SmolVLMProcessor":
             kind = transformers.Idefics3Processor  # the same for pictures
-        images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
 
         class Processor(kind):
             compared = False  # see compare_once
@@ -172,13 +172,12 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     chats = render_chats(tokenizer, messages, tools, rows.train_on, notes)
     check_places(processor, chats[-1].text, pictures)
     for chat in chats:
-        shown = pictures[
-            : chat.text.count(processor.image_token)
-        ]  # it may end before the last picture
+        # It may end before the last picture.
+        shown = pictures[: chat.text.count(processor.image_token)]
         filled, end, patches = with_pictures(processor, tokenizer, chat, shown)
         ids, mask = encode_chat(tokenizer, filled)
-        is_cut = len(ids) > rows.seq_len and rows.too_long == "truncate"
-        if is_cut and len(encode(tokenizer, filled.text[:end]).ids) > rows.seq_len:
+        cuts = rows.too_long == "truncate"
+        if cuts and len(ids) > rows.seq_len < len(encode(tokenizer, filled.text[:end]).ids):
             part.dropped[NO_ROOM] += 1
         else:
             part.add_row(ids, mask, where, rows, form)
