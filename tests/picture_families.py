@@ -1,4 +1,4 @@
-"""Tiny vision-language models of thirteen families, as folders in the hub's layout, made without a network.
+"""Tiny vision-language models of fourteen families, as folders in the hub's layout, made without a network.
 
 python tests/picture_families.py NAME FOLDER       writes one of them
 """
@@ -452,8 +452,41 @@ FAMILIES["ovis2"] = {  # its processor makes the tokens of a picture from a tens
     ),
     "processor": ("Ovis2Processor", {"image_seq_length": 4}),
 }
+ERNIE = {
+    "image_start_token": "<|IMAGE_START|>",
+    "image_token": "<|IMAGE_PLACEHOLDER|>",
+    "image_end_token": "<|IMAGE_END|>",
+    "video_start_token": "<|VIDEO_START|>",
+    "video_token": "<|VIDEO_PLACEHOLDER|>",
+    "video_end_token": "<|VIDEO_END|>",
+}
+FAMILIES["ernie4_5_vl_moe"] = {  # experts of its own for pictures and the tokens around them
+    "original": False,  # the hub's layout is not read in slices
+    "tokens": IM | {"more": ["<|im_start|>", *ERNIE.values()]},
+    "names": ERNIE,
+    "template": CHATML.replace("PICTURE", "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"),
+    "ids": {f"{name}_id": token for name, token in ERNIE.items()},
+    "text": TEXT
+    | {
+        "moe_intermediate_size": [48, 32],
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "rope_parameters": MROPE | {"mrope_section": [3, 3, 2]},
+    },
+    "vision": {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": 14,
+    },
+    "image": ("Ernie4_5_VLMoeImageProcessor", {"size": PIXELS, "patch_size": 14}),
+    "processor": ("Ernie4_5_VLMoeProcessor", {}),
+}
 # that only some tests have; in transformers 5.21 the processor of the second needs torchvision
-MORE = ("gemma4", "hunyuan_vl", "ovis2") if transformers.__version__ >= "5.24" else ("gemma4",)
+MORE = ("gemma4",)
+if transformers.__version__ >= "5.24":
+    MORE += ("hunyuan_vl", "ovis2", "ernie4_5_vl_moe")
 
 
 def family_folder(name: str, folder: Path) -> Path:
@@ -483,7 +516,7 @@ def family_folder(name: str, folder: Path) -> Path:
     for parameter in model.parameters():  # gates and tables of zeros would hide a tower
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=made.get("original", True))
     kind, settings = made["image"]
     image = settings | {"image_processor_type": kind}
     processor, settings = made["processor"]

@@ -60,8 +60,7 @@ class Batch:
 
 def collate(items: list[Example], pad_id: int, multiple: int) -> Batch:
     """Pad examples to one length: the longest example, rounded up to a multiple of `multiple` tokens."""
-    longest = max(len(item.ids) for item in items)
-    length = math.ceil(longest / multiple) * multiple
+    length = math.ceil(max(len(item.ids) for item in items) / multiple) * multiple
     ids = torch.full((len(items), length), pad_id)
     labels = torch.full_like(ids, IGNORE)
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -105,8 +104,7 @@ class GlobalBatches:
 
     def rows_of(self, step: int) -> list:
         """The rows of global batch `step`, longest first. Steps count from 0 over all epochs."""
-        epoch = step // self.per_epoch
-        order = permutation(len(self.examples), f"{self.key} {epoch}")
+        order = permutation(len(self.examples), f"{self.key} {step // self.per_epoch}")
         rows = self.of_step(order, step)
         longest_first = self.examples.lengths[rows].argsort(descending=True, stable=True)
         return rows[longest_first].tolist()

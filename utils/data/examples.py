@@ -187,8 +187,7 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
 
 def longest_row(multiple: int, *parts: Examples | None) -> int:
     """Tokens of the longest row, padded to a multiple as collate does."""
-    longest = max(int(part.lengths.max()) for part in parts if part)
-    return math.ceil(longest / multiple) * multiple
+    return math.ceil(max(int(part.lengths.max()) for part in parts if part) / multiple) * multiple
 
 
 def check_positions(model: nn.Module, *parts: Examples | None, longest=0) -> None:

@@ -114,8 +114,7 @@ class LabelBatches(PairBatches):
 
     def summary(self) -> str:
         """The text that the plan prints, with the share of desirable answers."""
-        share = self.desirable(slice(None)).double().mean()
-        return f"{super().summary()}; {share:.0%} desirable"
+        return f"{super().summary()}; {self.desirable(slice(None)).double().mean():.0%} desirable"
 
     def desirable(self, rows) -> Tensor:
         """(P,) bool: the labels of these rows."""

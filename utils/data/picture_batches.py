@@ -208,6 +208,8 @@ def inputs_of(processor, ids: Tensor, pictures: list[list]) -> dict:
     extra.pop("input_ids", None)
     for name in TYPES & blank.keys():
         extra[name] = torch.isin(ids, blank["input_ids"][blank[name] == 1]).long()
+    if (name := "moe_mm_token_type_ids") in blank:  # ERNIE 4.5's, also of tokens around pictures
+        extra[name] = processor.create_moe_mm_token_type_ids(ids)
     if "aspect_ratio_mask" in extra:
         extra["cross_attention_mask"] = cross_attention(processor.image_token_id, ids, extra)
     return extra

@@ -274,8 +274,7 @@ def number_of(text: str) -> Decimal:
     equals nothing, if it is a part of a formula, or if there is no number.
     """
     _, mark, behind = text.replace("\N{MINUS SIGN}", "-").rpartition("####")
-    numbers = NUMBER.findall(behind)
-    return Decimal(numbers[0 if mark else -1].replace(",", "") or "nan")
+    return Decimal(NUMBER.findall(behind)[0 if mark else -1].replace(",", "") or "nan")
 
 
 def of_pattern(pattern: re.Pattern) -> Callable:

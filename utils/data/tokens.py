@@ -430,8 +430,7 @@ def special_tokens(tokenizer) -> tuple:
     """(a pattern that matches special tokens, hidden characters -> special token, special token -> hidden
     characters).
     """
-    added = tokenizer.added_tokens_decoder.values()
-    words = {token.content for token in added if token.special}
+    words = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     hide = {
         word: chr(0xF0000 + i) + "\U000effff" * (len(word) - 1)
         for i, word in enumerate(sorted(words))

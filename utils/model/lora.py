@@ -348,8 +348,7 @@ def save_adapter(
 
     layout = lay_out(pieces, save_dtype, max_file_bytes=math.inf, stem="adapter_model")
     save_folder(out, world, pieces, partial(written_parts, state, world), prepare, layout)
-    numbers = sum(math.prod(piece.shape) for piece in pieces)
-    return f"{len(pieces)} tensors, {numbers:,} numbers"
+    return f"{len(pieces)} tensors, {sum(math.prod(piece.shape) for piece in pieces):,} numbers"
 
 
 def inject(model: nn.Module, config: LoraConfig, where: str) -> None:

@@ -251,7 +251,6 @@ def _head_forward(self, hidden, targets=None, per_token=None, chunked=None):
         hidden = hidden.to(self.weight.dtype)  # some families keep the residual in fp32
     if targets is None:
         return type(self).forward(self, hidden)
-    chunks = chunk_slices(len(hidden), self.chunk_tokens)
     return (chunked or _ChunkedLoss).apply(
         hidden,
         self.weight,
@@ -259,7 +258,7 @@ def _head_forward(self, hidden, targets=None, per_token=None, chunked=None):
         targets,
         self.logits_to_loss,
         per_token,
-        chunks,
+        chunk_slices(len(hidden), self.chunk_tokens),
         torch.is_grad_enabled(),  # in a Function's forward it is False, and needs_input_grad ignores it
     )
 

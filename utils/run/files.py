@@ -18,8 +18,7 @@ def did_you_mean(path: Path) -> str:
     """A file of almost the same name in the same folder, as "; did you mean X?"; "" if there is none, or if
     the path exists.
     """
-    names = {file.name for file in path.parent.glob("*")}
-    near = difflib.get_close_matches(path.name, names)
+    near = difflib.get_close_matches(path.name, {file.name for file in path.parent.glob("*")})
     return f"; did you mean {path.with_name(near[0])}?" if near and not path.exists() else ""
 
 

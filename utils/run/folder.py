@@ -41,9 +41,8 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     out = Path(output_dir).absolute() if output_dir else None
     owner = ""
     with together(world), disk_errors(out or Path("output")):
-        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         check(
-            out or restarts == "0",
+            out or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "--max_restarts: a restart finds its run only in a named folder (fix: --output_dir FOLDER)",
         )
         if world.rank == 0:

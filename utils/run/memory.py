@@ -65,8 +65,7 @@ def host_memory(root: Path = Path("/")) -> tuple:
                 if limit_bytes < total_bytes:
                     stat = read_numbers(mount / part / "memory.stat")
                     cached_bytes = stat[f"{prefix}inactive_file"] + stat[f"{prefix}active_file"]
-                    used_bytes = int((mount / part / used_file).read_text())
-                    return used_bytes - cached_bytes, limit_bytes
+                    return int((mount / part / used_file).read_text()) - cached_bytes, limit_bytes
     return total_bytes - meminfo["MemAvailable:"] * 1024, total_bytes
 
 

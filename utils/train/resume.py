@@ -64,8 +64,8 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
             finished = measured.get("steps", 0)
         if finished:
             saved = asdict(cfg) | saved  # it may lack newer settings
-            current = dict.fromkeys(saved) | asdict(cfg)  # another recipe has other settings
-            changed = differences(saved, current, ignored=NO_MATTER)
+            # another recipe has other settings
+            changed = differences(saved, dict.fromkeys(saved) | asdict(cfg), ignored=NO_MATTER)
             check(
                 not changed,
                 f"{out} holds a finished run with other settings: {changed}"
