@@ -34,7 +34,7 @@ import torch
 from utils.data.batches import Batch, collate
 from utils.data.examples import Example, Examples, FormName, Rows, load_examples
 from utils.data.pairs import sequences
-from utils.data.prompts import is_plain
+from utils.data.prompts import is_plain, texts_of
 from utils.data.questions import choices_of, harness_of, load_questions, scored, windows
 from utils.data.rewards import check_columns, parse_rewards, score, without_thoughts
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
@@ -285,13 +285,11 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
     rewards = parse_rewards(cfg.match, "--match")
     check_columns(rewards, questions)
     prompts = [scored(question.ids, len(question.ids)) for question in questions]
-    ends = end_of_turn_ids(tokenizer)
 
     def judge(i: int, completion: Completion) -> dict:
         question = questions[i]
         ids = completion.ids
-        # Not each tokenizer marks the token that ends a turn as special.
-        text = tokenizer.decode([i for i in ids if i not in ends], skip_special_tokens=True)
+        (text,) = texts_of(tokenizer, [ids])
         answer = without_thoughts(text)
         if not is_plain(question.content, tokenizer, rows):  # code that goes on has its indentation
             text = text.strip()

@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from utils.data.encode import Rows
 from utils.data.formats import parse_columns, renamed
-from utils.data.prompts import Prompt, prompt_ids, turns_of
+from utils.data.prompts import Prompt, prompt_ids, texts_of, turns_of
 from utils.data.rows import as_object, find_sources
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
@@ -325,8 +325,7 @@ def answer(
         )
         if not idle:
             new_ids = output[:, ids.shape[1] :]
-            decoded = tokenizer.batch_decode(new_ids, skip_special_tokens=True)
-            texts |= zip(batch, decoded, strict=True)
+            texts |= zip(batch, texts_of(tokenizer, new_ids.tolist()), strict=True)
     reshard(model)  # until then FSDP2 notes each forward
     for part in all_gather(texts, world):
         texts |= part
@@ -359,8 +358,8 @@ def chat(cfg: Config, model, tokenizer, settings: dict, world: World) -> None:
         mask = torch.ones_like(ids)
         torch.manual_seed(cfg.seed + len(messages))
         output = model.generate(ids, attention_mask=mask, streamer=streamer, **settings | limit)
-        text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
-        messages.append({"role": "assistant", "content": broadcast(text, world)})
+        (text,) = texts_of(tokenizer, output[:, ids.shape[1] :].tolist())
+        messages.append({"role": "assistant", "content": broadcast(text.strip(), world)})
 
 
 class EscapedText(transformers.TextStreamer):

@@ -22,7 +22,7 @@ from ranks import run_ranks
 from shell import QUOTED, ROOT
 from test_export import lora_run, make_adapter
 from test_parity import write_rows
-from tiny import tiny_model_folder
+from tiny import tiny_model_folder, without_special_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.batches import collate
@@ -353,15 +353,7 @@ def test_a_model_that_computes_no_numbers_is_refused_and_gets_no_figures(
 
 def test_the_token_that_ends_a_turn_is_no_text_even_if_it_is_not_special(tmp_path):
     started = TINY / "started"
-    model = shutil.copytree(started, tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        found = json.loads((model / name).read_text())
-        for token in found.get("added_tokens", ()):
-            token["special"] = token["special"] and token["content"] != "<|end|>"
-        if "additional_special_tokens" in found:
-            found["additional_special_tokens"].remove("<|end|>")
-        (model / name).write_text(json.dumps(found))
-    assert "<|end|>" not in AutoTokenizer.from_pretrained(model).all_special_tokens
+    model = without_special_end(started, tmp_path / "model")
     flags = {"dataset": str(TINY / "heldout.jsonl"), "max_rows": 8, "max_new_tokens": 24}
     expected = evaluated(tmp_path / "special", **flags, model=str(started))
     assert evaluated(tmp_path / "out", **flags, model=str(model)) == expected

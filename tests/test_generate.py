@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from shell import ROOT
 from test_export import lora_run, make_adapter
 from test_parity import write_rows
-from tiny import tiny_model_folder
+from tiny import tiny_model_folder, without_special_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils.run.errors import ConfigError, escaped
@@ -271,6 +271,16 @@ def chatted(world, folder: Path, typed: str, flags: dict) -> str:
         sys.stdin.close()
         sys.stdin = before
     return printed.getvalue()
+
+
+def test_the_token_that_ends_a_turn_is_no_text_even_if_it_is_not_special(tmp_path):
+    tiny = ROOT / "recipes/tiny"
+    (tmp_path / "prompts").mkdir()
+    prompts = tmp_path / "prompts/rows.jsonl"
+    prompts.write_text("".join((tiny / "heldout.jsonl").read_text().splitlines(True)[:4]))
+    expected = answers(prompts, model=str(tiny / "started"))
+    model = without_special_end(tiny / "started", tmp_path / "model")
+    assert answers(prompts, model=str(model)) == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -15,7 +15,7 @@ import time
 import pytest
 from launch import Forked
 from shell import ROOT
-from tiny import tiny_tokenizer
+from tiny import tiny_tokenizer, without_special_end
 
 from utils.data.encode import Rows
 from utils.data.questions import Question, load_questions
@@ -26,6 +26,7 @@ from utils.data.rewards import (
     reward_means,
     score,
 )
+from utils.data.tokens import load_tokenizer
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
 from utils.train.rollout import Completion
@@ -161,6 +162,10 @@ def test_a_number_in_the_thoughts_of_an_answer_is_none(tmp_path):
         ("3E8 m/s", "300000000", 1),
         ("x = \N{MINUS SIGN}5", "-5", 1),
         ("x_3", "3", 0),
+        ("-$1,200.50", "-1200.5", 1),
+        ("pages 10-12", "12", 1),  # a hyphen behind a digit or a word is no sign
+        ("on July-15, f(2)-5", "5", 1),
+        ("10 - 12 = -2", "-2", 1),
         ("It is _3_ or **3** or __3__", "3", 1),
     ],
 )
@@ -298,6 +303,18 @@ def test_a_function_that_changes_its_lists_changes_neither_completions_nor_other
     found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None, 1.0)
     assert [one["rewards/exact"] for one in found] == [1, 0]
     assert [completion.ids for completion in completions] == ids
+
+
+def test_the_token_that_ends_a_turn_is_no_text_even_if_it_is_not_special(tmp_path):
+    """A right answer was `cat<|end|>`, and got 0."""
+    tiny = ROOT / "recipes/tiny"
+    tokenizer = load_tokenizer(without_special_end(tiny / "started", tmp_path / "model"))
+    asked = [Question([], "p", {"answer": "cat"}, "rows.jsonl:1", None)]
+    ids = tokenizer("cat<|end|>", add_special_tokens=False)["input_ids"]
+    (found,) = reward_all(
+        parse_rewards("exact"), asked, [Completion(ids, [])], 1, tokenizer, ALONE, None, 1.0
+    )
+    assert (found["text"], found["reward"]) == ("cat", 1)
 
 
 def test_a_warning_names_the_row_to_which_no_reward_applies(rules, capsys):

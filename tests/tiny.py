@@ -2,10 +2,17 @@
 seeded weights.
 """
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from utils.data.examples import Texts
 
@@ -190,3 +197,17 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def without_special_end(source: Path, folder: Path) -> Path:
+    """A copy of the tiny model, with a tokenizer that does not call its <|end|> special."""
+    shutil.copytree(source, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        found = json.loads((folder / name).read_text())
+        for token in found.get("added_tokens", ()):
+            token["special"] = token["special"] and token["content"] != "<|end|>"
+        if "additional_special_tokens" in found:
+            found["additional_special_tokens"].remove("<|end|>")
+        (folder / name).write_text(json.dumps(found))
+    assert "<|end|>" not in AutoTokenizer.from_pretrained(folder).all_special_tokens
+    return folder

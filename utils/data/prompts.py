@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .chats import SPELLED, examine_parts, renderable, skeleton
 from .formats import PICTURES, REFUSED, ROLES, Messages, to_messages
-from .tokens import adds_bos, encode, hidden, render
+from .tokens import adds_bos, encode, end_of_turn_ids, hidden, render
 
 FORMS_OF_PROMPTS = (
     'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
@@ -93,6 +93,15 @@ def prompt_of(tokenizer, messages: Messages, tools: list | None) -> str:
 def prompt_ids(tokenizer, prompt: Prompt) -> list[int]:
     """The ids of the generation prompt."""
     return encode(tokenizer, prompt_of(tokenizer, prompt.messages, prompt.tools)).ids
+
+
+def texts_of(tokenizer, answers: list) -> list[str]:
+    """The texts of answers, given their ids, without special tokens and without the token that ends a turn:
+    not each tokenizer marks it as special.
+    """
+    ends = end_of_turn_ids(tokenizer)
+    said = [[token for token in ids if token not in ends] for ids in answers]
+    return tokenizer.batch_decode(said, skip_special_tokens=True)
 
 
 def is_plain(content: str | list, tokenizer, rows) -> bool:

@@ -33,6 +33,7 @@ from ..run.errors import ConfigError, check, others_code, print0, reason_of_othe
 from ..run.signals import received
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
+from .prompts import texts_of
 from .questions import Question, Questions, scored
 
 # --- rewards
@@ -47,7 +48,7 @@ NUMBER = re.compile(
     r"""(?x) ^\D*$
     | (?: []}]\s*{ | \\[dt]?frac\s*\d | (?:\\sqrt|\^|(?<=[^\W_])_)\s*{? | (?<=[\d)}])\s*/\s* )
       -?[\d,]*\.?\d+
-    | ( -?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d{1,3}(?!\d))? )"""
+    | ( (?:(?<![\w)])-)?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d{1,3}(?!\d))? )"""
 )
 
 
@@ -176,7 +177,7 @@ def reward_all(
     reward model, which all ranks compute together. weight: the weight of that score in the sum.
     """
     ids = [completion.ids for completion in completions]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = texts_of(tokenizer, ids)
     values_of_all = {}  # number of a completion -> its values
     with together(world, patient=True):  # functions of the user may take long
         for start in range(0, len(asked), group_size)[world.rank :: world.size]:
@@ -273,7 +274,7 @@ def number_of(text: str) -> Decimal:
     """The first number after the last ####; without ####, the last number. Commas are ignored. NaN, which
     equals nothing, if it is a part of a formula, or if there is no number.
     """
-    _, mark, behind = text.replace("\N{MINUS SIGN}", "-").rpartition("####")
+    _, mark, behind = text.replace("\N{MINUS SIGN}", "-").replace("-$", "-").rpartition("####")
     return Decimal(NUMBER.findall(behind)[0 if mark else -1].replace(",", "") or "nan")
 
 

@@ -340,13 +340,11 @@ def plan_pieces(model: nn.Module, weights: Weights, folder: Path, new_head="") -
         pieces.append(whole(new_head, state[new_head].to(next(iter(weights.values())).dtype)))
     # A tied weight may be stored under only one of its names.
     complete = {tensor for name, tensor in state.items() if covered[name] >= tensor.numel()}
-    missing = [name for name, tensor in state.items() if tensor not in complete]
-    repeated = [name for name, tensor in state.items() if covered[name] > tensor.numel()]
     wrong = {
-        "lack": missing,
+        "lack": [name for name, tensor in state.items() if tensor not in complete],
         "have unknown": extra,
         "have misshapen": misshapen,
-        "repeat": repeated,
+        "repeat": [name for name, tensor in state.items() if covered[name] > tensor.numel()],
     }
     problems = [f"{verb} {first_five(names)}" for verb, names in wrong.items() if names]
     check(

@@ -112,8 +112,7 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
 
     row = []  # the tokens of each picture, and one of text that separates it from the next
     for blank in blanks:
-        tokens = PictureTrace(model, torch.float32).tokens(features([blank]))
-        row += [token] * tokens + [token - 1]
+        row += [token] * PictureTrace(model, torch.float32).tokens(features([blank])) + [token - 1]
 
     def rows_of(rows):
         extra = features(blanks * rows)

@@ -103,8 +103,7 @@ def others_code(what: object, fix=""):
 
 def reason_of_others(error: BaseException) -> str:
     """The type of an exception and the first 300 characters of its text, on one line."""
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:300]}".removesuffix(": ")
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": ")
 
 
 def say(text: object, ready=False) -> None:
