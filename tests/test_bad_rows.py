@@ -734,7 +734,7 @@ def test_columns_of_the_command_line(said):
         ({"adapter": "nowhere"}, "nowhere: adapter_config.json is missing"),
         (
             {"global_batch_size": 12, "batch_size": 8},
-            "--global_batch_size 12 is no multiple of --batch_size 8 x 1 ranks (fix: --batch_size 4)",
+            "--global_batch_size 12 is no multiple of --batch_size 8 x 1 ranks (fix: --batch_size 6)",
         ),
         ({"lora_rank": 4, "lora_targets": "no_such_proj"}, "--lora_targets"),
         ({"lora_rank": 4, "modules_to_save": "nothing"}, "--modules_to_save"),

@@ -172,14 +172,15 @@ def divide_batch(batch_size: int, grad_accum: int, global_batch_size: int, ranks
     """(global batch size, micro-batches per rank and step). Sizes count sequences, or packs.
 
     A size of 0 is derived from the others. ranks: the number of ranks that divide the data. ConfigError if
-    the sizes contradict each other; it names a size that would fit.
+    the sizes contradict each other; it names the largest size up to batch_size that would fit.
     """
     at_once = batch_size * ranks
     global_batch_size = global_batch_size or at_once * max(1, grad_accum)
     micro_batches, remainder = divmod(global_batch_size, at_once)
     product = f"--batch_size {batch_size} x {ranks} ranks"
     if remainder:
-        fix = f"--batch_size {math.gcd(global_batch_size // ranks, batch_size)}"
+        share = global_batch_size // ranks
+        fix = f"--batch_size {max(n for n in range(1, batch_size + 1) if share % n == 0)}"
         if global_batch_size % ranks:
             fix = f"a number of ranks that divides {global_batch_size}"
         raise ConfigError(
