@@ -278,6 +278,11 @@ def test_other_formats_are_refused_by_name_and_never_opened(tmp_path, name):
     assert mark.exists()
 
 
+def test_a_folder_of_a_gguf_file_needs_the_model_in_safetensors(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "a GGUF file: its model in safetensors" in refusal(read_config, tmp_path, False)
+
+
 def test_pickles_beside_safetensors_are_left_alone(single):
     (single / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(single / "mark")))
     (single / "training_args.bin").write_bytes(pickle.dumps(Payload(single / "mark")))

@@ -81,7 +81,8 @@ def find_model(name: str | Path, world: World, trust_remote_code: bool) -> Path:
                 re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
                 and not (folder.parent / "plan.json").exists(),
                 f"{name} is not a folder, and no hub id like owner/name{did_you_mean(folder)}"
-                " (fix: --model, if an adapter names it; a run writes model/ at its end, with LoRA adapter/)",
+                " (fix: --model, if an adapter names it; a folder with config.json and safetensors, no .gguf;"
+                " a run writes model/ at its end, with LoRA adapter/)",
             )
     fetched = ""
     with together(world, patient=True):

@@ -51,7 +51,7 @@ def file_inside(folder: Path, name: str) -> Path:
         real.is_file(),
         f"{folder}: {name} is missing, or not a regular file (fix: copy the folder again; hf download OWNER"
         "/NAME --local-dir DIR; of a run, model/ or adapter/; of a checkpoint, generate.py --checkpoint; an"
-        " adapter in .bin: peft's save_pretrained)",
+        " adapter in .bin: peft's save_pretrained; a GGUF file: its model in safetensors)",
     )
     return folder / name
 
