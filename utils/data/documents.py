@@ -62,8 +62,7 @@ def encode_plain(tokenizer, messages: Messages, notes: Counter) -> IdsAndMask:
     if last["role"] == "tokens":
         return check_ids(last["content"], len(tokenizer)), last["loss_mask"]
     text = "".join(message["content"] for message in messages)
-    first = len(text) - len(last["content"])
-    spans = [(first, len(text), False)] if last["weight"] else []
+    spans = [(len(text) - len(last["content"]), len(text), False)] if last["weight"] else []
     safe = hidden(tokenizer, text)
     notes[SPELLED] += safe != text
     ids, mask = encode_chat(tokenizer, Chat(safe, spans))

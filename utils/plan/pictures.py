@@ -144,7 +144,8 @@ class PictureBytes(LiveBytes):
             args = (args[0], numbered(args[1]), *args[2:])
         kwargs = kwargs or {}
         metas = {tensor.is_meta for tensor in tensors_in((args, kwargs))}
-        is_real = True not in metas
+        # Towers begin with a convolution, which takes seconds on real zeros, and has no sizes to read.
+        is_real = True not in metas and func is not aten.convolution.default
         if not metas:  # it creates a tensor: integers are real, floating-point values on meta
             dtype = kwargs.get("dtype") or torch.float32
             is_real = not dtype.is_floating_point or func.overloadpacket is aten.arange
