@@ -103,6 +103,30 @@ def test_log_probs_are_those_that_the_learner_computes(kind):
         torch.testing.assert_close(drawn, learned, rtol=1e-5, atol=1e-5)
 
 
+# they divide a row, and its padding, into blocks
+@pytest.mark.parametrize("kind", ["deepseek_v4", "minimax_m3_vl_text"])
+def test_families_that_padding_on_the_left_changes_are_right_in_batches_of_one(kind):
+    model = add_chunked_loss(family_model(kind))
+    prompts, keys = asked(4, vocabulary_of(model))
+    sampling = SAMPLING._replace(end_ids=frozenset())
+    far = {}
+    for size in (1, 4):
+        found = generate(model, prompts, keys, sampling._replace(batch_size=size), ALONE)
+        far[size] = 0.0
+        for number, prompt in enumerate(prompts):
+            ids = torch.tensor(prompt + found[number].ids)
+            labels = ids.clone()
+            labels[: len(prompt)] = IGNORE
+            (row,) = token_log_probs(
+                model, collate([Example(ids, labels, "")], 0, 8), SAMPLING.temperature
+            )
+            learned = row[len(prompt) : len(ids)]
+            difference = (torch.tensor(found[number].log_probs) - learned).abs().max()
+            far[size] = max(far[size], difference.item())
+    assert far[1] < 1e-4
+    assert far[4] > 1e-2, "README.md says so no longer rightly"
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "mamba"])
 def test_temperature_0_is_the_greedy_answer_of_transformers(kind):
     model = model_of(kind)
