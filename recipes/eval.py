@@ -222,6 +222,9 @@ def main(cfg: Config) -> Path:
     load_trained(trained, cfg.adapter, world)
     settle_chunked_loss(add_chunked_loss(model), world.device)
     print0(f"compute   {dtype}")
+    penalty = settings.get("repetition_penalty") or 1
+    if penalty != 1 and cfg.task in ("exact_match", "lm_eval"):
+        print0(f"greedy    without the repetition_penalty {penalty} of its generation_config.json")
 
     # --- evaluate ---------------------------------------------------------------------------------
     act("evaluate")

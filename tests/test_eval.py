@@ -324,6 +324,18 @@ def test_a_finished_folder_is_read_and_one_of_other_facts_refused(alone, folder,
         assert ("model" in changed) == (name == "model")
 
 
+def test_a_penalty_that_the_models_folder_asks_for_is_said_to_be_left_out(folder, tmp_path, capsys):
+    """transformers, and so generate.py, has it in greedy answers too: Qwen2.5's is 1.05."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.05}))
+    flags = {"dataset": questions(tmp_path / "rows.jsonl"), "max_new_tokens": NEW}
+    said = []
+    for name in (folder, model):
+        evaluated(tmp_path / f"out{len(said)}", **flags, model=str(name))
+        said.append("without the repetition_penalty 1.05 of its" in capsys.readouterr().out)
+    assert said == [False, True]
+
+
 def test_tokens_that_end_an_answer_are_part_of_what_the_answers_follow_from(folder, tmp_path):
     model = shutil.copytree(folder, tmp_path / "model")
     flags = {"model": str(model), "dataset": questions(tmp_path / "rows.jsonl")}
