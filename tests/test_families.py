@@ -67,6 +67,19 @@ def test_the_flops_of_a_step_are_known_before_it(model_type):
     assert flops_per_token(model, 64) >= 6 * matmul_parameters(model) > 0
 
 
+@pytest.mark.parametrize("model_type", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "qwen3"])
+def test_a_type_in_which_padding_changes_a_row_is_named_in_the_readme(model_type):
+    """Of tokens with equal scores its indexer chooses others in a longer row."""
+    model = family_model(model_type)
+    ids = torch.randint(3, VOCABULARY, (4, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        alone = model(ids, use_cache=False).logits
+        padded = model(F.pad(ids, (0, 2)), use_cache=False).logits[:, :30]
+    differs = (alone - padded).abs().max() > 1e-3 * alone.abs().max()
+    named = re.search(r"In\n(.*) padding alone does so too", README)[1]
+    assert differs == (f"`{model_type}`" in named)
+
+
 def some_batch() -> Batch:
     """Rows whose prompt is not trained, one of them padded."""
     ids = torch.randint(3, VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
