@@ -159,6 +159,37 @@ def test_a_family_whose_rules_leave_a_tensor_is_refused_before_memory_is_used():
         plan_weights(model, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (
+            "modernbert-decoder",
+            "truncated normals of modernbert-decoder",
+        ),  # Wo was 2.8 times too large
+        ("mamba2", "A_log is not one for each element"),
+        ("ctrl", "do not fill lm_head.bias"),
+    ],
+)
+def test_a_family_whose_rules_cannot_be_drawn_in_blocks_is_refused(name, reason):
+    model = build_model(family_config(name), torch.float32)
+    with pytest.raises(ConfigError, match=f"{reason}.*fix: another family"):
+        plan_weights(model, torch.float32)
+
+
+def test_tied_weights_are_drawn_by_the_rule_of_the_embedding():
+    """transformers ties after it initializes. The head's rule filled the row that pads, and youtu's embedding
+    was half as wide.
+    """
+    table = drawn(tiny_config("llama", tie_word_embeddings=True)).model.embed_tokens.weight
+    assert [i for i, row in enumerate(table) if not row.any()] == [0]
+    config = family_config("youtu")
+    config.hidden_size = 256
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config).get_input_embeddings().weight
+    ours = drawn(config).get_input_embeddings().weight
+    assert (ours.std() / theirs.std()).item() == pytest.approx(1, rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b"])
 def test_the_config_of_a_shape_is_saved_in_the_layout_that_transformers_4_reads_too(name, tmp_path):
     source = open_config(name, init_distributed(), "TOKENIZER", False)

@@ -157,8 +157,7 @@ class PictureBatches(GlobalBatches):
         if blank:
             (text,), _ = picture_texts(self.processor, (BLANK.size,))
             ids = torch.tensor(encode(self.processor.tokenizer, text).ids)
-            untrained = Example(ids, torch.full_like(ids, IGNORE), "blank")
-            items[0] = joined([items[0], untrained])
+            items[0] = joined([items[0], Example(ids, torch.full_like(ids, IGNORE), "blank")])
             pictures[0] = [BLANK]
         batch = collate(items, self.pad_id, self.multiple)
         return replace(batch, extra=inputs_of(self.processor, batch.ids, pictures))

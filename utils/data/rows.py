@@ -99,9 +99,8 @@ def files_of(name: str) -> list[Path] | None:
             for p in sorted(path.iterdir())
             if kind_of(p) in KINDS + OTHERS and not re.match(NOT_DATA, p.name)
         ]
-        splits = {re.search(HELD_OUT, p.name) is None for p in files}
         check(
-            len(splits) < 2,
+            len({re.search(HELD_OUT, p.name) is None for p in files}) < 2,
             f"{name}: files to test with beside others (fix: '{name}/train*', if it is one of:"
             f" {first_five(sorted({re.split('-0|[.]', p.name)[0] for p in files}))};"
             f" or '{name}/*{min(map(kind_of, files), default='')}*' for all)",

@@ -261,12 +261,11 @@ def check_packing(
 
     first, second = torch.cat(kept).chunk(2)  # logits of the same documents, in each forward
     attention = model.config._attn_implementation
-    # Eager attention and sdpa share one mask: where one fails, so does the other.
-    alternative = "--attn sdpa, or " if "flash" in attention else ""
     # Measured with tiny random models of all families on a CPU, as a share of the largest logit: 0 in fp32
     # and bf16 where documents are apart, and at least 0.017 where they are not.
     check(
         (first - second).abs().max() <= 1e-3 * first.abs().max(),
         f"{flag}: in {type(model.base_model).__name__} with {attention} attention documents see each other"
-        f" (fix: {alternative}{fix})",
+        # Eager attention and sdpa share one mask: where one fails, so does the other.
+        f" (fix: {'--attn sdpa, or ' if 'flash' in attention else ''}{fix})",
     )

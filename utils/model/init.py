@@ -99,11 +99,18 @@ def plan_weights(model: nn.Module, dtype: torch.dtype) -> tuple:
 
     Raises ConfigError for a family whose rules do not fill every tensor, or cannot be applied block by block.
     """
+    # On meta torch 2.13's truncated normals do nothing: the plain ones stay, as here in towers.
+    check(
+        model.config.model_type not in ("blt", "modernbert-decoder"),
+        f"--init random: truncated normals of {model.config.model_type} are not drawn in blocks (fix: {FIX})",
+    )
     state = model.state_dict(keep_vars=True)
     names = {}
     for name, tensor in state.items():
         names.setdefault(tensor.untyped_storage()._cdata, name)  # tied ones once
     recorder = Recorder(names)
+    # transformers ties a head after it is drawn: its embedding's rule counts.
+    model.get_output_embeddings()._is_hf_initialized = bool(model.all_tied_weights_keys)
     with others_code(f"--init random: {model.config.model_type}", FIX), torch.no_grad(), recorder:
         model.initialize_weights()
     # Nothing is filled yet, also by modules without tensors: Falcon H1's decoder fills buffers of its layers.

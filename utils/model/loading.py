@@ -110,9 +110,8 @@ def lay_out(pieces: list[Piece], save_dtype=None, max_file_bytes=5e9, stem="mode
             dtype = save_dtype
         tensors[piece.name] = torch.empty(piece.info.shape, dtype=dtype, device="meta")
     # The widest dtypes come first, so that all tensors are aligned.
-    widest_first = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     files = split_state_dict_into_shards_factory(
-        dict(widest_first),
+        dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize)),
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=max_file_bytes,

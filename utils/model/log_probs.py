@@ -66,8 +66,7 @@ class _TokenLosses(torch.autograd.Function):
         by_hidden, *by_head = ctx.needs_input_grad[:3]
         ctx.head_trains = any(by_head)
         keeps = grad and by_hidden and not ctx.head_trains
-        wanted = (keeps, False, False)
-        losses, found = losses_and_grads(wanted, None, *tensors, *ctx.options, keeps)
+        losses, found = losses_and_grads((keeps, False, False), None, *tensors, *ctx.options, keeps)
         saved = tensors if ctx.head_trains else found[:1]
         ctx.save_for_backward(*saved)
         return losses
@@ -82,5 +81,4 @@ class _TokenLosses(torch.autograd.Function):
             )
             return (*grads, *[None] * 5)
         (kept,) = ctx.saved_tensors  # (n, D)
-        d_hidden = (kept * factors).to(kept.dtype)
-        return (d_hidden, *[None] * 7)
+        return ((kept * factors).to(kept.dtype), *[None] * 7)

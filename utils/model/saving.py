@@ -160,9 +160,8 @@ def verify_chunks(folder: Path, chunks: Iterable[Chunk]) -> None:
     """
     for file, at, data, tensor in _opened(folder, chunks, "rb"):
         found = torch.empty_like(data)
-        found_bytes = transfer(os.preadv, file, at, found)
         check(
-            found_bytes == len(data) and torch.equal(found, data),
+            transfer(os.preadv, file, at, found) == len(data) and torch.equal(found, data),
             f"{file.name}: {tensor} reads back other than it was written (fix: check the disk)",
         )
 

@@ -137,8 +137,7 @@ def from_settings(cls: type, cfg: object, **values: object):
     """An instance of the dataclass `cls`. A field gets its value from `values`, else from the setting of
     this name in `cfg`, else its default.
     """
-    shared = {k: v for k, v in vars(cfg).items() if k in cls.__dataclass_fields__}
-    return cls(**shared | values)
+    return cls(**{k: v for k, v in vars(cfg).items() if k in cls.__dataclass_fields__} | values)
 
 
 def convert_settings(cfg: object, **least: int) -> None:

@@ -131,5 +131,4 @@ def _sharded(part, like, shape):
     if not isinstance(like, DTensor):
         return part
     meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), part.dtype)
-    spec = DTensorSpec(like.device_mesh, like.placements, meta)
-    return DTensor(part, spec, requires_grad=False)
+    return DTensor(part, DTensorSpec(like.device_mesh, like.placements, meta), requires_grad=False)
