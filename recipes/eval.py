@@ -224,7 +224,9 @@ def main(cfg: Config) -> Path:
     print0(f"compute   {dtype}")
     penalty = settings.get("repetition_penalty") or 1
     if penalty != 1 and cfg.task in ("exact_match", "lm_eval"):
-        print0(f"greedy    without the repetition_penalty {penalty} of its generation_config.json")
+        print0(
+            f"greedy    without the model's repetition_penalty {penalty}, which generate.py applies"
+        )
 
     # --- evaluate ---------------------------------------------------------------------------------
     act("evaluate")

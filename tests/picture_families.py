@@ -91,11 +91,8 @@ TEXT = {
     "max_position_embeddings": 2048,
 }
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-QWEN3_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
+BLOCKS = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+QWEN3_VISION = BLOCKS | {
     "patch_size": 16,
     "out_hidden_size": HIDDEN,
     "num_position_embeddings": 64,
@@ -128,11 +125,8 @@ FAMILIES: dict[str, dict] = {
             "vision_end_token_id": "<|vision_end|>",
         },
         "text": TEXT | {"rope_parameters": MROPE},
-        "vision": {
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
+        "vision": BLOCKS
+        | {
             "patch_size": 14,
             "window_size": 56,
             "fullatt_block_indexes": [1],
@@ -473,13 +467,7 @@ FAMILIES["ernie4_5_vl_moe"] = {  # experts of its own for pictures and the token
         "moe_k": 2,
         "rope_parameters": MROPE | {"mrope_section": [3, 3, 2]},
     },
-    "vision": {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": 14,
-    },
+    "vision": BLOCKS | {"patch_size": 14},
     "image": ("Ernie4_5_VLMoeImageProcessor", {"size": PIXELS, "patch_size": 14}),
     "processor": ("Ernie4_5_VLMoeProcessor", {}),
 }

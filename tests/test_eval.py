@@ -332,7 +332,7 @@ def test_a_penalty_that_the_models_folder_asks_for_is_said_to_be_left_out(folder
     said = []
     for name in (folder, model):
         evaluated(tmp_path / f"out{len(said)}", **flags, model=str(name))
-        said.append("without the repetition_penalty 1.05 of its" in capsys.readouterr().out)
+        said.append("without the model's repetition_penalty 1.05" in capsys.readouterr().out)
     assert said == [False, True]
 
 
