@@ -348,7 +348,7 @@ def main(cfg: Config) -> Path:
             replicate=learners // axes["shard"],
             local_ranks=world.local_size,
             gpu=world.on_gpu,
-            rows=micro_batches * cfg.batch_size,
+            rows=math.ceil(completions / learners),
             lacks="grad_accum",
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),

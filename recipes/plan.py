@@ -204,7 +204,7 @@ class Config:
             " a longer --seq_len)",
         )
         if self.optimizer_in_backward:
-            check_in_backward(self, self.micro_batches)
+            check_in_backward(self, self.divided[1])
         check(
             self.images or not self.train,
             "--train is of vision.py, and the sizes of the pictures are missing (fix: --images 1024x1024)",
@@ -249,10 +249,10 @@ class Config:
         return "vision" if self.images else "finetune"
 
     @property
-    def micro_batches(self) -> int:
-        if self.recipe == "grpo":
-            return math.ceil(math.ceil(self.completions / self.learners) / self.batch_size)
-        return divide_batch(self.batch_size, self.grad_accum, self.global_batch_size, self.gpus)[1]
+    def divided(self) -> tuple:
+        """(rows of a step, micro-batches of a rank)"""
+        rows = self.completions if self.recipe == "grpo" else self.global_batch_size
+        return divide_batch(self.batch_size, self.grad_accum, rows, self.learners)
 
     @property
     def packs(self) -> bool:
@@ -361,7 +361,7 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         shards=shards,
         replicate=cfg.learners // shards,
         local_ranks=min(cfg.gpus, cfg.gpus_per_machine),
-        rows=cfg.batch_size * cfg.micro_batches,
+        rows=math.ceil(cfg.divided[0] / cfg.learners),
         lora=from_settings(Lora, cfg),
         quant=from_settings(Quant, cfg),
         attn=attn.replace("flash_attention_2", "sdpa"),  # the memory is the same

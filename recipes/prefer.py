@@ -313,7 +313,8 @@ def main(cfg: Config) -> Path:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=world.on_gpu,
-            rows=given_batch // world.size or cfg.batch_size * cfg.grad_accum,
+            global_batch_size=given_batch,
+            rows=math.ceil(given_batch / world.size) or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -372,8 +373,8 @@ def main(cfg: Config) -> Path:
     print0(f"ranks     {mesh_sentence(world, axes)}")
     unit = "packs" if cfg.packing else examples.unit
     print0(
-        f"batch     {global_batch} = {cfg.batch_size} {unit} x {world.size} ranks x {micro_batches}"
-        f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
+        f"batch     {global_batch} {unit}: {world.size} ranks with {micro_batches} micro-batches of at most"
+        f" {cfg.batch_size}; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
     print0(f"loss      {cfg.loss}: beta {cfg.beta:g}, sft_weight {cfg.sft_weight:g}")
     print0(

@@ -285,7 +285,7 @@ def main(cfg: Config) -> bool:
             replicate=ranks // axes["shard"],
             local_ranks=ranks,
             gpu=world.on_gpu,
-            rows=cfg.global_batch_size // ranks or cfg.batch_size * cfg.grad_accum,
+            rows=math.ceil(cfg.global_batch_size / ranks) or cfg.batch_size * cfg.grad_accum,
             lora=lora,
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -330,9 +330,9 @@ def main(cfg: Config) -> bool:
         print0(f"train     {train}{adapters}; pictures of {source.config.model_type}")
     print0(f"ranks     {mesh_sentence(world._replace(size=ranks), axes)}")
     unit = "packs" if cfg.packing else examples.unit
-    text = f"{cfg.batch_size} {unit} x {ranks} ranks x {micro_batches} micro-batches"
     print0(
-        f"batch     {global_batch} = {text}; {steps} steps, rows of at most {cfg.seq_len} tokens"
+        f"batch     {global_batch} {unit}: {ranks} ranks with {micro_batches} micro-batches of at most"
+        f" {cfg.batch_size}; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
     print0(plan.text, ready=True)
     try:

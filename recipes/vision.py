@@ -297,7 +297,8 @@ def main(cfg: Config) -> Path:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=world.on_gpu,
-            rows=given_batch // world.size or cfg.batch_size * cfg.grad_accum,
+            global_batch_size=given_batch,
+            rows=math.ceil(given_batch / world.size) or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -349,8 +350,8 @@ def main(cfg: Config) -> Path:
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
-        f"batch     {global_batch} = {cfg.batch_size} rows x {world.size} ranks x {micro_batches}"
-        f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
+        f"batch     {global_batch} rows: {world.size} ranks with {micro_batches} micro-batches of at most"
+        f" {cfg.batch_size}; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
     print0(
         f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule};"

@@ -733,8 +733,8 @@ def test_columns_of_the_command_line(said):
     [
         ({"adapter": "nowhere"}, "nowhere: adapter_config.json is missing"),
         (
-            {"global_batch_size": 12, "batch_size": 8},
-            "--global_batch_size 12 is no multiple of --batch_size 8 x 1 ranks (fix: --batch_size 6)",
+            {"global_batch_size": 12, "batch_size": 8, "grad_accum": 1},
+            "--grad_accum 1 x --batch_size 8 x 1 ranks is not --global_batch_size 12 (fix: ",
         ),
         ({"lora_rank": 4, "lora_targets": "no_such_proj"}, "--lora_targets"),
         ({"lora_rank": 4, "modules_to_save": "nothing"}, "--modules_to_save"),
@@ -766,7 +766,7 @@ def test_a_check_that_passes_leaves_nothing_and_says_what_it_has_seen(said, mode
     )
     before = sorted(os.listdir())
     answer = said("a.jsonl", lora_rank=4, quantization="8bit", global_batch_size=4)
-    assert "micro-batches; 2 steps" in answer
+    assert "4 rows: 1 ranks with 4 micro-batches of at most 1; 2 steps" in answer
     assert "checked   all that a run checks before it reads weights" in answer
     assert sorted(os.listdir()) == before
 

@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ import pytest
 import reward
 import torch
 import vision
+import yaml
 from families import family_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -355,10 +357,16 @@ def finetuned(world, flags):
     return finetune.main(finetune.Config(**flags))
 
 
-def test_fit_changes_no_global_batch_size_that_was_given(tmp_path):
-    flags = {"global_batch_size": 3, "max_rows": 40, "steps": 1, "output_dir": str(tmp_path)}
-    with pytest.raises(AssertionError, match="--global_batch_size 3 is no multiple of"):
-        run_ranks(finetuned, 2, flags | {"fit": "same"})
+def test_fit_keeps_a_global_batch_size_that_the_ranks_do_not_divide(tmp_path):
+    """The flag's, then the checkpoint's."""
+    flags = {"fit": "same", "max_rows": 40, "save_every": 1, "save_model": False}
+    first, more = str(tmp_path / "first"), str(tmp_path / "more")
+    run_ranks(finetuned, 2, flags | {"global_batch_size": 3, "steps": 1, "output_dir": first})
+    run_ranks(finetuned, 2, flags | {"steps": 2, "resume": first, "output_dir": more})
+    for out in (first, more):
+        measured = json.loads(Path(out, "plan.json").read_text())["measured"]
+        assert measured["global_batch_size"] == 3
+        assert yaml.safe_load(Path(out, "config.yaml").read_text())["global_batch_size"] == 3
 
 
 @pytest.mark.parametrize(

@@ -831,7 +831,7 @@ def test_fit_chooses_once_and_a_resume_goes_on_with_it(tmp_path):
     more = forked(f"python recipes/finetune.py {flags.replace('size 4', 'size 2')}")
     assert more.returncode == 0, more.stdout
     assert "fitted" not in more.stdout
-    assert "batch     4 = 4 rows" in more.stdout
+    assert "batch     4 rows: 1 ranks with 1 micro-batches of at most 4;" in more.stdout
 
 
 @pytest.fixture(scope="module")

@@ -123,8 +123,10 @@ def one_row_on_two_ranks(folder, rows):
     return with_recipe(2, output_dir=rows.parent / "out", batch_size=1, **flags)
 
 
-OF_EIGHT = [(2, 4), (4, 2), (1, 1), (1, 2), (2, 1), (1, 8)]  # ranks and rows of a micro-batch
-AT_FIRST = [("llama", 2, 4), ("llama", 4, 2), ("gemma2", 2, 4)]  # the others: make test-all
+# Ranks, and at most so many rows in a micro-batch; in the last three some have fewer, or none.
+OF_EIGHT = [(2, 4), (4, 2), (1, 1), (1, 2), (2, 1), (1, 8), (3, 2), (2, 3), (5, 4)]
+# the others: make test-all
+AT_FIRST = [("llama", 2, 4), ("llama", 4, 2), ("gemma2", 2, 4), ("llama", 3, 2)]
 SPLITS = [(kind, *split) for kind in ("llama", "qwen2", "gemma2") for split in OF_EIGHT]
 
 

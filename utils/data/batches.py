@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..run.errors import ConfigError, check
+from ..run.errors import check
 from ..run.units import IGNORE
 from .examples import Example, Examples, permutation
 
@@ -171,24 +171,16 @@ def deal(costs: Tensor, ranks: int) -> list:
 def divide_batch(batch_size: int, grad_accum: int, global_batch_size: int, ranks: int) -> tuple:
     """(global batch size, micro-batches per rank and step). Sizes count sequences, or packs.
 
-    A size of 0 is derived from the others. ranks: the number of ranks that divide the data. ConfigError if
-    the sizes contradict each other; it names the largest size up to batch_size that would fit.
+    A size of 0 is derived from the others. If the product of the others is larger than the global batch,
+    some micro-batches have fewer rows. ranks: the number of ranks that divide the data. ConfigError if the
+    sizes contradict each other.
     """
     at_once = batch_size * ranks
     global_batch_size = global_batch_size or at_once * max(1, grad_accum)
-    micro_batches, remainder = divmod(global_batch_size, at_once)
-    product = f"--batch_size {batch_size} x {ranks} ranks"
-    if remainder:
-        share = global_batch_size // ranks
-        fix = f"--batch_size {max(n for n in range(1, batch_size + 1) if share % n == 0)}"
-        if global_batch_size % ranks:
-            fix = f"a number of ranks that divides {global_batch_size}"
-        raise ConfigError(
-            f"--global_batch_size {global_batch_size} is no multiple of {product} (fix: {fix})"
-        )
+    micro_batches = math.ceil(global_batch_size / at_once)
     check(
         grad_accum in (0, micro_batches),
-        f"--grad_accum {grad_accum} x {product} is not --global_batch_size {global_batch_size}"
-        " (fix: leave one of them out)",
+        f"--grad_accum {grad_accum} x --batch_size {batch_size} x {ranks} ranks is not --global_batch_size"
+        f" {global_batch_size} (fix: leave one of them out)",
     )
     return global_batch_size, micro_batches

@@ -45,7 +45,8 @@ class Setting:
     local_ranks: int = 1  # ranks on one machine
     gpu: bool = True  # false: ranks compute on the CPU and communicate through gloo
     batch_size: int = 1
-    rows: int = 0  # rows of a rank in an optimizer step; 0: those of one micro-batch
+    global_batch_size: int = 0  # rows of an optimizer step, if they are given
+    rows: int = 0  # of them, those of the fullest rank; 0: those of one micro-batch
     activation_checkpointing: str = "none"
     activation_offload: bool = False
     cpu_offload: bool = False
@@ -79,7 +80,7 @@ class Setting:
 
     @property
     def grad_accum(self) -> int:
-        return max(1, self.rows // self.batch_size)
+        return -(-self.rows // self.batch_size) or 1
 
 
 # The fields of a Setting on which the model depends, before it is sharded.
@@ -562,7 +563,7 @@ def trace_of(setting: Setting) -> Trace:
             setting.gpu,
         )(scaled=scaled)
 
-    shape = (setting.batch_size, setting.seq_len)
+    shape = (min(setting.rows or setting.batch_size, setting.batch_size), setting.seq_len)
     trace = setting.scaling(traced, *shape) if setting.scaling else traced(*shape)
     if setting.pictures:
         _, before = setting.pictures.trace(

@@ -80,7 +80,7 @@ def ways(setting: Setting) -> Iterator[Setting]:
     time, then reducing gradients in each micro-batch, then inputs on the host, then recomputing, then more
     micro-batches, then gathering layers twice. The last two choices are about the host's memory alone.
     """
-    rows = setting.batch_size * setting.grad_accum
+    rows = setting.rows or setting.batch_size
     divisors = [n for n in range(rows, 0, -1) if rows % n == 0]
     in_backward = setting.optimizer_in_backward
     choices = {
@@ -199,7 +199,8 @@ def fit_levers(setting: Setting, room: Room, any_method: bool) -> tuple:
     chosen = changes(setting, best) | {
         "batch_size": best.batch_size,
         "grad_accum": 0,
-        "global_batch_size": best.rows * setting.shards * setting.replicate,
+        "global_batch_size": setting.global_batch_size
+        or best.rows * setting.shards * setting.replicate,
     }
     return best, chosen, f"fitted    {flags_between(setting, best) or 'nothing had to change'}"
 
