@@ -71,7 +71,6 @@ def steps(out):
         ({"eval_share": 1.0}, "--eval_share 1.0"),
         ({"eval_every": 2}, "--eval_every has no rows (fix: --eval_share"),
         ({"eval_share": 0.1, "eval_dataset": "x.jsonl"}, "--eval_dataset or --eval_share"),
-        ({"global_batch_size": 6, "batch_size": 4}, "--global_batch_size 6"),
         ({"global_batch_size": 6, "batch_size": 2, "grad_accum": 2}, "--grad_accum 2"),
         (
             {"attn": "flash_attention_2"},

@@ -26,7 +26,7 @@ from utils.plan.need import (
     need_of,
     planned_model,
 )
-from utils.plan.search import largest_batch, largest_seq_len
+from utils.plan.search import largest_batch, largest_seq_len, ways
 from utils.run.units import GIB
 
 sys.path.append(str(ROOT / "recipes"))
@@ -195,6 +195,17 @@ def test_the_parts_of_the_loss_that_are_traced_peak_as_all_do(part, whole, monke
             patch.setattr(trace, part, whole)
             every = trace.record_step(model, torch.bfloat16, 1, tokens)()
         assert few == every, tokens
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(1, {1}), (8, {8, 4, 2, 1}), (11, {11, 6, 3, 2, 1}), (12, {12, 6, 3, 2, 1})]
+)
+def test_rows_that_nothing_divides_have_micro_batches_of_all_sizes_too(rows, sizes):
+    settings = [*ways(replace(of_tiny("llama", 64), rows=rows, batch_size=2))]
+    assert {way.batch_size for way in settings} == sizes
+    for way in settings:
+        assert way.rows == rows
+        assert (way.grad_accum - 1) * way.batch_size < rows <= way.grad_accum * way.batch_size
 
 
 @pytest.mark.parametrize("limit", [1, 9, 10, 11, 499, 6000])

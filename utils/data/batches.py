@@ -176,7 +176,7 @@ def divide_batch(batch_size: int, grad_accum: int, global_batch_size: int, ranks
     sizes contradict each other.
     """
     at_once = batch_size * ranks
-    global_batch_size = global_batch_size or at_once * max(1, grad_accum)
+    global_batch_size = global_batch_size or at_once * (grad_accum or 1)
     micro_batches = math.ceil(global_batch_size / at_once)
     check(
         grad_accum in (0, micro_batches),

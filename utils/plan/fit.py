@@ -132,8 +132,7 @@ def plan_memory(setting: Setting, world: World, fit="", fitted=(), force=False) 
         """What to do if memory runs out anyway: the smallest change that needs a tenth less."""
         from .search import remedy
 
-        device = need.device - 0.1 * max(need.acts.values())
-        fix = remedy(setting, room._replace(device=device))
+        fix = remedy(setting, room._replace(device=need.device - 0.1 * max(need.acts.values())))
         if fit and fix.startswith("--"):
             fix = f"without --fit, and {fix}"  # --fit would choose the same settings again
         return fix

@@ -81,14 +81,15 @@ def ways(setting: Setting) -> Iterator[Setting]:
     micro-batches, then gathering layers twice. The last two choices are about the host's memory alone.
     """
     rows = setting.rows or setting.batch_size
-    divisors = [n for n in range(rows, 0, -1) if rows % n == 0]
-    in_backward = setting.optimizer_in_backward
+    sizes = [-(-rows >> k) for k in range((rows - 1).bit_length() + 1)]  # as 11, 6, 3, 2, 1
     choices = {
-        "cpu_offload": [setting.cpu_offload] if in_backward or not setting.gpu else [False, True],
+        "cpu_offload": [setting.cpu_offload]
+        if setting.optimizer_in_backward or not setting.gpu
+        else [False, True],
         "sync_each_microbatch": sorted({setting.sync_each_microbatch, True}),
         "activation_offload": sorted({False, setting.activation_offload, setting.gpu}),
         "activation_checkpointing": RECOMPUTE,
-        "batch_size": divisors[:1] if in_backward else divisors,
+        "batch_size": sizes[:1] if setting.optimizer_in_backward else sizes,
         "reshard_after_forward": [False, True]
         if setting.shards > 1
         else [setting.reshard_after_forward],
