@@ -289,14 +289,14 @@ WRONG = [
     ({"prompt": "a", "completion": "b", "label": True}, "or a label with prefer.py --loss kto"),
     ({"chosen": "a", "rejected": "b"}, "prompt: missing; the row has 'chosen', 'rejected'"),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, "after 2 turns of the prompt"),
-    ({"chosen": [ASK, GOOD], "rejected": [user("x"), BAD]}, "no common beginning"),
+    ({"chosen": [ASK, GOOD], "rejected": [user("x"), BAD]}, "which is the prompt (fix: "),
     (  # a transcript that goes on with a question
         {"chosen": transcript(ASK, GOOD, user("x")), "rejected": transcript(ASK, BAD)},
         "none of the user at the end (fix: remove these rows;",
     ),
     (
         {**TEXTS, "chosen": [user("x"), GOOD], "rejected": [user("x"), BAD]},
-        "prompt: none of the turns",
+        "before the answers (fix: ",
     ),
     ({**TEXTS, "rejected": " "}, "rejected: empty"),
     ({**TEXTS, "rejected": None}, "rejected: expected text, got null"),

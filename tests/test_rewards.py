@@ -493,7 +493,9 @@ def test_a_function_for_messages_is_told_how_texts_become_messages(rules):
 
 
 def test_a_wrong_number_of_values_is_a_fault(rules):
-    with pytest.raises(ConfigError, match="too_few: 1 values for 2 completions of rows.jsonl:1"):
+    with pytest.raises(
+        ConfigError, match="too_few: 1 values for 2 completions of rows.jsonl:1, .*one.*fix"
+    ):
         scores(f"{rules}:too_few", ["one", "two"])
     with pytest.raises(ConfigError, match="one_number: TypeError: 'float' object is not iterable"):
         scores(f"{rules}:one_number", ["one", "two"])

@@ -180,10 +180,12 @@ def begin_of_answers(row: dict, conversations: list[Messages]) -> int:
         start -= 1  # a single conversation, or equal answers, which add_cuts drops and counts
     questions = [turn["content"] for turn in chosen[:start] if turn["role"] in ("user", "text")]
     if not questions:
-        raise ValueError("chosen and rejected have no common beginning, which is the prompt")
+        raise ValueError(
+            f"chosen and rejected have no common beginning, which is the prompt ({REMEDY})"
+        )
     prompt = row.get("prompt") or None
     if isinstance(prompt, str) and prompt.strip() not in map(str.strip, questions):
-        raise ValueError("prompt: none of the turns of the user before the answers")
+        raise ValueError(f"prompt: none of the turns of the user before the answers ({REMEDY})")
     return start
 
 

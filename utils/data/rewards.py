@@ -119,9 +119,8 @@ def check_columns(
         except TypeError as error:
             raise ConfigError(
                 f"{reward.flag} {reward.name}: {error}; the columns are: "
-                f"{', '.join(sorted(questions.names)) or 'none'}"
-                " (fix: parameters named as columns, --columns answer=THEIRS, or **columns as the last one;"
-                " TRL's trainer_state, log_extra and log_metric are not passed)"
+                f"{', '.join(sorted(questions.names)) or 'none'} (fix: parameters named as columns, --columns"
+                " answer=THEIRS, **columns as the last; trainer_state, log_extra, log_metric are not passed)"
             ) from None
         if getattr(reward.function, "func", None) is not compared:
             continue
@@ -240,7 +239,8 @@ def values_of(reward: Reward, lists: dict, where: list[str]) -> list:
         return values_of(reward, lists, where)
     check(
         len(values) == len(where),
-        f"{reward.flag} {reward.name}: {len(values)} values for {len(where)} completions of {where[0]}",
+        f"{reward.flag} {reward.name}: {len(values)} values for {len(where)} completions of {where[0]}, of"
+        f" which the first is {lists['completions'][0]!r:.200} (fix: return one number, or None, for each)",
     )
     return values
 
