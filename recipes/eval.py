@@ -474,7 +474,7 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
 
     data = f"lm_eval {version}"
     if cfg.include_path:
-        for suffix in "py yaml jsonl csv parquet".split():
+        for suffix in "py yaml json jsonl txt csv tsv parquet arrow gz".split():
             data = with_files(data, Path(cfg.include_path).rglob(f"*.{suffix}"))
     return Task(data, [], results)
 

@@ -611,11 +611,12 @@ def test_the_tasks_in_a_folder_are_part_of_what_the_answers_follow_from(
         assert results["mine acc"] == 0.25
         said = capsys.readouterr().out
         assert re.search(r"mine acc +0.25 \+- 0.1\nmine exact_match,strict +0.5 \+- 0.2\n", said)
-    for name, text in (("rows.jsonl", "{}"), ("mine.yaml", "0.75")):
-        (tasks / name).write_text(text)
+    files = "rows.jsonl rows.json rows.txt rows.tsv rows.arrow rows.json.gz mine.yaml".split()
+    for file in map(tasks.joinpath, files):
+        file.write_text("0.75")
         with pytest.raises(ConfigError, match="something else: data"):
             recipe.main(recipe.Config(**flags))
-        (tasks / "rows.jsonl").unlink(missing_ok=True)
+        file.unlink()
 
 
 def test_a_task_of_lm_eval_limits_its_answers_by_any_of_the_names(recorded):
