@@ -380,6 +380,7 @@ def test_what_is_no_whole_picture_is_named_with_its_row(content, why, opened, pi
     said = refusal(load, rows, *opened("llava")[:2])
     assert said.startswith("t.jsonl:2: picture 'bad.png': ")
     assert re.search(why, said)
+    assert "; fix: remove these rows" in said
     assert "\n" not in said
 
 

@@ -420,7 +420,7 @@ def open_picture(source: str, folder: str):
                 yield image
         except Exception as error:
             reason = error if isinstance(error, ValueError) else reason_of_others(error)
-            raise ValueError(f"picture {source[:80]!r}: {reason} ({REMEDY})") from None
+            raise ValueError(f"picture {source[:80]!r}: {reason}; {REMEDY}") from None
 
 
 def described(source: str, folder: str, max_pixels: int) -> list:
