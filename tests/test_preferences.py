@@ -149,6 +149,14 @@ PAIRS = [  # (row, the turns before the answers)
         {**TEXTS, "prompt": transcript(*EARLIER, ASK, says("")).rstrip()},
         [*EARLIER, ASK],
     ),
+    (  # there the answers begin with the space behind "Assistant:"
+        {
+            "prompt": transcript(*EARLIER, ASK, says("")).rstrip(),
+            "chosen": f" {GOOD['content']}",
+            "rejected": f" {BAD['content']}",
+        },
+        [*EARLIER, ASK],
+    ),
     (  # the answers repeat turns of the prompt, not all of them
         {
             "prompt": [*EARLIER, ASK],

@@ -106,8 +106,7 @@ class GlobalBatches:
         """The rows of global batch `step`, longest first. Steps count from 0 over all epochs."""
         order = permutation(len(self.examples), f"{self.key} {step // self.per_epoch}")
         rows = self.of_step(order, step)
-        longest_first = self.examples.lengths[rows].argsort(descending=True, stable=True)
-        return rows[longest_first].tolist()
+        return rows[self.examples.lengths[rows].argsort(descending=True, stable=True)].tolist()
 
     def of_step(self, order: Tensor, step: int) -> Tensor:
         """The part of an epoch's order that is global batch `step`."""

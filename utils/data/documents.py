@@ -24,8 +24,8 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     text = "".join(message["content"] for message in messages) if kind == "text" else ""
     if text and text == hidden(tokenizer, text):
         text.encode()  # raises for a lone surrogate
-        encode_fast = tokenizer.backend_tokenizer.encode_batch_fast  # no offsets: half the memory
-        ids = encode_fast([text], add_special_tokens=False)[0].ids
+        # "fast" has no offsets: half the memory
+        ids = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     elif kind in ("text", "tokens"):
         ids, _ = encode_plain(tokenizer, messages, notes)
     else:

@@ -70,6 +70,12 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
     labels = labels_of(row, prompt_key, rows.task)
     examine_keys({key: row[key] for key in row.keys() - PREFERENCES}, "chat", notes)
     is_plain = rows.format == "completion" or not tokenizer.template_name
+    # full-hh-rlhf: prompt and answers become two transcripts
+    if not is_plain and re.fullmatch(
+        r"(\n\n)?Human:(?s:.*)\n\nAssistant:\s*", str(row.get("prompt"))
+    ):
+        row |= {key: row["prompt"] + text_of(row, key) for key in labels}
+        row["prompt"] = prompt_key = ""
     sides = [read_side(row, prompt_key, key, is_plain, notes) for key in labels]
     start = begin_of_answers(row, [messages for messages, _ in sides])
     cuts = []
@@ -141,13 +147,11 @@ def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Count
     if prompt_key == "instruction":
         return read_alpaca(row | {"output": row[key]}, notes)
     prompt_key = prompt_key or "prompt"
-    prompt = row.get(prompt_key)
-    if isinstance(prompt, str):
-        *earlier, last = answer_turns(row, prompt_key, "")  # raises if it is empty
+    if isinstance(row.get(prompt_key), str):
         if is_plain and isinstance(row[key], str):
             return read_completion(row | {"completion": row[key]}, notes)
-        # A transcript ends with "Assistant:". The other side, and begin_of_answers, take the turns too.
-        row[prompt_key] = earlier if "" in last.values() else [{"role": "user", "content": prompt}]
+        # The other side, and begin_of_answers, take the turns too.
+        row[prompt_key] = [{"role": "user", "content": text_of(row, prompt_key)}]
     name = f"{prompt_key} + {key}"  # the key of these turns in errors
     turns = typed(row, prompt_key, list) + turns
     return conversation(row | {name: turns}, notes, name)
@@ -176,8 +180,8 @@ def begin_of_answers(row: dict, conversations: list[Messages]) -> int:
     chosen = conversations[0]
     rejected = conversations[-1]
     start = sum(chosen[: i + 1] == rejected[: i + 1] for i in range(len(chosen)))
-    if chosen == rejected:
-        start -= 1  # a single conversation, or equal answers, which add_cuts drops and counts
+    # of a single conversation, or equal answers, which add_cuts drops and counts
+    start -= chosen == rejected
     questions = [turn["content"] for turn in chosen[:start] if turn["role"] in ("user", "text")]
     if not questions:
         raise ValueError(

@@ -133,9 +133,8 @@ class StreamBatches(PackedBatches):
             source = self.pattern[place]
             stream = self.streams[source]
             of_source = self.pattern == source
-            # The index of the row among the rows of its stream.
-            number = int(period * of_source.sum() + of_source[:place].sum())
-            first = number * (self.size - 1)
+            # The index of the row among the rows of its stream, x the tokens of a row.
+            first = int(period * of_source.sum() + of_source[:place].sum()) * (self.size - 1)
             last = first + self.size
             parts = stream.read(first, min(last, stream.tokens) if self.held_out else last)
             if not self.document_mask:

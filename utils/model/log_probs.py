@@ -46,8 +46,8 @@ def per_sequence(batch, values: Tensor) -> Tensor:
     """Sums (S,) of values (B, T) over the sequences of a batch: its rows, or the documents of its packs."""
     if batch.positions is None:
         return values.sum(1)
-    begins = (batch.positions == 0) & batch.mask  # padding begins no document
-    sequence = (begins.flatten().cumsum(0) - 1).clamp(min=0)
+    # padding begins no document
+    sequence = ((batch.positions == 0) & batch.mask).flatten().cumsum(0).sub(1).clamp(min=0)
     return values.new_zeros(len(batch.where)).index_add(0, sequence, values.flatten())
 
 

@@ -55,11 +55,10 @@ class Quant:
 
 def changed_flags(options: Lora | Quant) -> str:
     """The flags that differ from their defaults, without --adapter."""
-    defaults = vars(type(options)())
     return ", ".join(
         f"--{name}"
         for name, value in vars(options).items()
-        if name != "adapter" and value != defaults[name]
+        if name != "adapter" and value != getattr(type(options), name)
     )
 
 

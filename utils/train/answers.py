@@ -4,7 +4,6 @@ their sums and means.
 B batch, T tokens, S sequences (answers), P pairs.
 """
 
-import hashlib
 import json
 from contextlib import suppress
 from itertools import chain
@@ -19,6 +18,7 @@ from ..run.cached import cache_folder
 from ..run.distributed import World, all_gather, all_reduce_sum, broadcast, sum_on_device, together
 from ..run.errors import check, print0
 from ..run.files import replace_file
+from ..run.units import seed_of
 
 KEPT = 256  # batches after which the values so far are kept
 AGREE = 0.05  # tolerance, in nats per answer or relative: rounding depends on the shape of a batch
@@ -65,8 +65,8 @@ class Reference:
         as JSON, and is written after every KEPT batches. Only batches with an answer that the file lacks, and
         as a check the first one, are computed. ConfigError if the values of the file differ.
         """
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-        file = cache_folder("reference") / f"{digest.hexdigest()[:32]}.json"
+        name = seed_of(json.dumps(facts, sort_keys=True, default=str))
+        file = cache_folder("reference") / f"{name}.json"
         known = {}
         with suppress(OSError, ValueError):  # it is missing, or cannot be read
             known = {int(key): value for key, value in json.loads(file.read_text()).items()}
@@ -79,15 +79,14 @@ class Reference:
         def keep():
             with together(self.world):
                 for key in found.keys() & known:
-                    value = found[key]
+                    value = found.pop(key)  # what a run has read from the file stays
                     check(
                         abs(known[key] - value) <= AGREE * max(1, abs(value)),
                         f"{file}: an answer has {known[key]:.3f} nats there, {value:.3f} here"
                         " (fix: remove the file)",
                     )
             for of_rank in all_gather(found, self.world):
-                for key, value in of_rank.items():
-                    known.setdefault(key, value)  # what a run has read from the file stays
+                known.update(of_rank)
             found.clear()
             outcome = f"{'kept in' if missing else 'read from'} {file}"
             if self.world.rank == 0 and missing:
