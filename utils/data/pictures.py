@@ -391,7 +391,7 @@ def file_of(source: str, folder: str) -> Path | io.BytesIO:
     url = urlsplit(source)
     if url.scheme not in ("", "file"):
         raise ValueError(
-            f"{url.scheme}: is not fetched while a model trains (fix: relative paths of downloaded pictures)"
+            f"{url.scheme}: is not fetched while a model trains (fix: download them; paths relative, with /)"
         )
     root = Path(folder).resolve()
     file = (root / (unquote(url.path) if url.scheme else source)).resolve()
