@@ -69,7 +69,8 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
             check(
                 not changed,
                 f"{out} holds a finished run with other settings: {changed}"
-                f" (fix: another --output_dir; to go on, also --resume {out} and more --epochs or --steps)",
+                f" (fix: another --output_dir; to go on, also --resume {out} and more --epochs or --steps,"
+                " or --tokens if that is given)",
             )
             check(
                 not cfg.save_model or [*out.glob("model"), *out.glob("adapter")],
@@ -107,7 +108,8 @@ class Continued(Resumed):
         """
         check(
             self.state["step"] <= steps,
-            f"{self.checkpoint} has more than {steps} steps (fix: --steps {self.state['step']}), or more",
+            f"{self.checkpoint} has more than {steps} steps (fix: --steps {self.state['step']} or more, in"
+            " place of --tokens if that is given)",
         )
         changed = differences(
             facts | self.state, facts, ignored=("data", "mixture") * allow_new_data
