@@ -69,8 +69,7 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
             check(
                 not changed,
                 f"{out} holds a finished run with other settings: {changed}"
-                f" (fix: another --output_dir; to go on, also --resume {out} and more --epochs or --steps,"
-                " or --tokens if that is given)",
+                f" (fix: another --output_dir; to go on, also --resume {out}, more epochs, steps or tokens)",
             )
             check(
                 not cfg.save_model or [*out.glob("model"), *out.glob("adapter")],
@@ -108,8 +107,7 @@ class Continued(Resumed):
         """
         check(
             self.state["step"] <= steps,
-            f"{self.checkpoint} has more than {steps} steps (fix: --steps {self.state['step']} or more, in"
-            " place of --tokens if that is given)",
+            f"{self.checkpoint} has more than {steps} steps (fix: --steps {self.state['step']}, no --tokens)",
         )
         changed = differences(
             facts | self.state, facts, ignored=("data", "mixture") * allow_new_data
