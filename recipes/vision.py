@@ -376,7 +376,7 @@ def main(cfg: Config) -> Path:
         with together(world):
             adapters, adapted_names = adapt(model, lora, quant, dtype)
     else:
-        freeze_parts(model, parse_parts(train), dtype)
+        freeze_parts(model, train, dtype)
     rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}  # 0: --lr
     trained_parts = []
     with together(world):

@@ -196,7 +196,7 @@ def test_the_layers_of_a_tower_that_is_too_small_to_be_cut_are_traced_and_not_co
 
 def test_what_is_frozen_is_stored_in_the_dtype_that_it_is_computed_in(folders):
     model = on_meta(folders("qwen2_5_vl"))
-    freeze_parts(model, parse_parts("language, projector"), torch.bfloat16)
+    freeze_parts(model, "language, projector", torch.bfloat16)
     for name, parameter in model.named_parameters():
         in_tower = "visual" in name and "merger" not in name
         assert parameter.requires_grad != in_tower
@@ -221,7 +221,7 @@ def test_nothing_is_recomputed_below_the_lowest_trained_layer(name, folders):
     batch = pictures_of(folders(name)).rows_of(1)
     for parts, most in (("language", 1), ("language,projector,vision", 2)):
         model = AutoModelForImageTextToText.from_pretrained(folders(name), dtype=torch.float32)
-        freeze_parts(model, parse_parts(parts), torch.float32)
+        freeze_parts(model, parts, torch.float32)
         recompute_activations(model.train(), "full")
         calls = calls_in_a_step(model, batch.ids, batch.extra)
         assert max(calls[layer] for layer in decoder_layers(model)) == 2

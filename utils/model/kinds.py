@@ -116,12 +116,12 @@ def parse_parts(text: str) -> set[str]:
 
 
 @torch.no_grad()
-def freeze_parts(model: nn.Module, trained: set[str], dtype: torch.dtype) -> nn.Module:
-    """Freeze all parts that are not in `trained`, in place, and cast them to `dtype`, that of
-    the computation.
+def freeze_parts(model: nn.Module, train: str, dtype: torch.dtype) -> nn.Module:
+    """Freeze all parts that `train` does not name, see parse_parts, in place, and cast them to `dtype`, that
+    of the computation.
     """
     names = part_names(model)
-    for part in names.keys() - trained:
+    for part in names.keys() - parse_parts(train):
         for name in names[part]:
             cast_to(model.get_parameter(name).requires_grad_(False), dtype)
     return model

@@ -144,9 +144,9 @@ def _planned_model(setting):
 
         use_gpu_kernels(model)
     if setting.train:
-        from ..model.kinds import freeze_parts, parse_parts
+        from ..model.kinds import freeze_parts
 
-        freeze_parts(model, parse_parts(setting.train), setting.dtype)
+        freeze_parts(model, setting.train, setting.dtype)
     if setting.lora:
         from ..model.lora import add_adapters, freeze_base
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from ..model.attention import use_gpu_kernels
 from ..model.folder import Source, find_model, open_model, read_header, run_facts, tokenizer_of
-from ..model.kinds import add_scores, freeze_parts, parse_parts
+from ..model.kinds import add_scores, freeze_parts
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, settle_chunked_loss
 from ..model.options import SHARDS_INTEGERS, Lora, Quant
@@ -135,7 +135,7 @@ def open_trained(
 
             config = add_adapters(built, lora)
         elif run.get("train"):
-            freeze_parts(built, parse_parts(state["train"]), dtype)
+            freeze_parts(built, state["train"], dtype)
         if quantization != "none":
             from ..model.quantize import quantize_linears
 
