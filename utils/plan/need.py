@@ -273,10 +273,9 @@ class Replay:
         self.setting = setting
         self.phase = ""
         self.live = Counter()  # bytes by part
-        self.live_bytes = 0  # of all parts together
         self.peak = Peak("", {}, {})
         self.pools = Counter()  # bytes by stream
-        self.pool_peaks = {}  # the most bytes of each stream so far
+        self.pool_peaks = Counter()  # the most bytes of each stream so far
         self.open = set()  # units that are gathered
         # unit -> bytes of its all-gather buffer, before it is copied out
         self.fetched = {}
@@ -293,10 +292,9 @@ class Replay:
     def add(self, part: str, size: int, stream=COMPUTE) -> None:
         """Add `size` bytes, which may be negative, and keep the peak."""
         self.live[part] += size
-        self.live_bytes += size
         self.pools[stream] += size
-        self.pool_peaks[stream] = max(self.pool_peaks.get(stream, 0), self.pools[stream])
-        if self.live_bytes > self.peak.total:
+        self.pool_peaks |= self.pools  # the larger bytes of each
+        if self.live.total() > self.peak.total:
             # The pools are not copied: they peak at other times, also later.
             self.peak = Peak(self.phase, dict(self.live), self.pool_peaks)
 
