@@ -1,6 +1,5 @@
 """Pairs and labelled answers -> global batches for a preference loss. See preferences.py for the rows."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..run.units import IGNORE
+from ..run.units import IGNORE, seed_of
 from .batches import Batch, GlobalBatches
 from .examples import Example, Examples
 from .packing import PackedBatches
@@ -86,9 +85,7 @@ def begin_of_answer(item: Example) -> int:
 
 def key_of(item: Example) -> int:
     """A hash of a sequence's ids and of the index where its answer begins."""
-    begin = begin_of_answer(item)
-    digest = hashlib.blake2b(item.ids.numpy(), digest_size=8, salt=begin.to_bytes(4, "little"))
-    return int.from_bytes(digest.digest(), "little", signed=True)
+    return seed_of(f"{begin_of_answer(item)} {item.ids.tolist()}")
 
 
 @dataclass(eq=False)
