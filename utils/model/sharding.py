@@ -4,6 +4,7 @@ The parameters of a unit are gathered, used and freed together. See the FSDP2 tu
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
+import math
 import re
 from functools import partial
 from itertools import chain
@@ -214,13 +215,9 @@ def clip_gradients(model: nn.Module, max_norm: float, in_backward=None) -> Tenso
     """
     if in_backward:
         return in_backward.grad_norm()
-    parameters = [p for p in model.parameters() if p.grad is not None]
     # foreach: a few kernel launches instead of one per DTensor
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
-    return norm
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def language_model(model: nn.Module) -> nn.Module:
