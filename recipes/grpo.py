@@ -392,7 +392,7 @@ def main(cfg: Config) -> Path:
     check_space(out, 0 if lora else disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
-    print_data(cfg.dataset, loader.summary(), examples, held_out)
+    print_data(cfg.dataset, loader, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
         f"batch     {completions} completions = {cfg.global_batch_size} prompts x {cfg.group_size};"

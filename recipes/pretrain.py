@@ -317,7 +317,7 @@ def main(cfg: Config) -> Path:
         disk = estimate_disk(source.weights, steps, cfg, param_dtype)
     check_space(out, disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
-    print_data(cfg.dataset, loader.summary(), examples, held_out)
+    print_data(cfg.dataset, loader, held_out)
     if tokenizer.eos_token_id is None:
         print0(
             "warning: no end-of-text token: the model will not end a text (fix: PreTrainedTokenizerFast("

@@ -323,7 +323,7 @@ def main(cfg: Config) -> bool:
     steps = cfg.steps or cfg.epochs * loader.per_epoch
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
-    print_data(cfg.dataset, loader.summary(), examples, held_out)
+    print_data(cfg.dataset, loader, held_out)
     print_lengths(examples, held_out)
     if kind == "pictures":
         adapters = " by adapters" if lora else ""

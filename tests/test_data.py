@@ -648,7 +648,7 @@ def test_a_row_that_inference_would_ask_for_otherwise_is_told_once(write, capsys
     opened = load_examples(
         "a.jsonl", of_kind("a prompt that opens thoughts which no answer has"), 256
     )
-    print_data("a.jsonl", opened.summary(), opened, None)
+    print_data("a.jsonl", GlobalBatches(opened, 0, 1, 1, 0, 1, 0), None)
     out = capsys.readouterr().out
     assert out.count(f", 2 {DIFFERS} (the first: a.jsonl:1)") == 1
     closed = load_examples("a.jsonl", of_kind("empty thoughts in the last answer"), 256)

@@ -232,7 +232,7 @@ def test_a_row_that_is_wrong_is_named_or_left_out_and_listed(name, tokenizer, tm
     found = load(tokenizer, tmp_path / "rows.jsonl", rows, too_long="error", bad_rows="drop")
     assert len(found) == 1
     assert found.bad[0][0].endswith("rows.jsonl:2")
-    print_data("rows.jsonl", found.summary(), found, None)
+    print_data("rows.jsonl", GlobalBatches(found, 0, 1, 1, 0, 1, 0), None)
     assert "1 dropped: bad rows (the first: " in capsys.readouterr().out
 
 

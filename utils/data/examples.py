@@ -173,12 +173,12 @@ class Examples:
         return lines
 
 
-def print_data(dataset: str, summary: str, examples: Examples, held_out: Examples | None) -> None:
-    """Print the plan's lines about the data. summary: from the loader."""
+def print_data(dataset: str, loader, held_out: Examples | None) -> None:
+    """Print the plan's lines about the data. loader: GlobalBatches of the rows that are trained on."""
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""
-    print0(f"data      {dataset}: {summary}{evaluated}")
-    parts = [examples]
-    if held_out and held_out.ids is not examples.ids:  # they come from --eval_dataset
+    print0(f"data      {dataset}: {loader.summary()}{evaluated}")
+    parts = [loader.examples]
+    if held_out and held_out.ids is not loader.examples.ids:  # they come from --eval_dataset
         parts.append(held_out)
     for part in parts:
         for line in part.sources():
