@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.serialization import config as serialization
 
 from ..run.distributed import World, broadcast
-from ..run.errors import ConfigError, print0
+from ..run.errors import ConfigError, print0, reason_of_others
 from ..run.files import sync_path
 from ..run.folder import check_space
 
@@ -151,7 +151,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 def reason_of(error: dcp.api.CheckpointException) -> str:
     """One line about the first failure that DCP collected from the ranks."""
     rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
+    return f"rank {rank}: {reason_of_others(cause)}"
 
 
 class _Writer(dcp.FileSystemWriter):
