@@ -96,6 +96,9 @@ class Examples:
     origins: Sequence[Origin]
     bad: Sequence[tuple]  # (where, reason) of each bad row that was dropped
     rows: Tensor | EllipsisType = ...  # numbers of the rows that are used; ...: all
+    # 2 if the chosen and the rejected sequence of a pair are rows of their own, see pairs.sequences; `where`
+    # has each pair's name once
+    sides: int = 1
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -104,7 +107,9 @@ class Examples:
         row = self.numbers[i]
         span = slice(self.bounds[row], self.bounds[row + 1])
         ids = self.ids[span]
-        return Example(ids, ids.masked_fill(self.loss_mask[span] == 0, IGNORE), self.where[row])
+        return Example(
+            ids, ids.masked_fill(self.loss_mask[span] == 0, IGNORE), self.where[row // self.sides]
+        )
 
     @cached_property
     def numbers(self) -> Tensor:

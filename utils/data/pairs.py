@@ -1,6 +1,6 @@
 """Pairs and labelled answers -> global batches for a preference loss. See preferences.py for the rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -25,16 +25,6 @@ class PairBatch(Batch):
     keys: tuple = ()  # (S,): a hash of each sequence; see key_of
 
 
-@dataclass
-class Twice:
-    """Names, each twice."""
-
-    names: Sequence[str]
-
-    def __getitem__(self, i: int) -> str:
-        return self.names[i // 2]
-
-
 def sequences(examples: Examples) -> Examples:
     """The 2 n sequences of n pairs: sequence 2 i is the chosen one of pair i, 2 i + 1 the rejected one. Use
     only ids, labels, lengths and names, as longest_row and check_positions do; counts are still per pair.
@@ -44,7 +34,7 @@ def sequences(examples: Examples) -> Examples:
         examples,
         bounds=torch.cat([examples.bounds, middles]).sort().values,
         rows=(2 * examples.numbers[:, None] + torch.arange(2)).flatten(),
-        where=Twice(examples.where),
+        sides=2,
     )
 
 
