@@ -117,6 +117,14 @@ PAIRS = [  # (row, the turns before the answers)
         },
         [ASK],
     ),
+    (  # OpenAI
+        {
+            "input": {"messages": [*EARLIER, ASK], "parallel_tool_calls": True},
+            "preferred_output": [GOOD],
+            "non_preferred_output": [BAD],
+        },
+        [*EARLIER, ASK],
+    ),
     (  # ORPO-DPO-mix: the prompt is the first question
         {
             "prompt": "One",

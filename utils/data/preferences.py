@@ -4,6 +4,7 @@
 {"instruction": TEXT, "input": TEXT, "chosen": TEXT, "rejected": TEXT}        alpaca
 {"conversations" or "messages": [turn, ...], "chosen": A, "rejected": A}      ShareGPT
 {"chosen": [turn, ...], "rejected": [turn, ...]}                              two whole conversations
+{"input": {"messages": [turn, ...], "tools": [...]}, "preferred_output": A, "non_preferred_output": A}  OpenAI
 {"chosen": "\\n\\nHuman: ... \\n\\nAssistant: ...", "rejected": ...}              hh-rlhf: two transcripts
 {"prompt": "\\n\\nHuman: ... \\n\\nAssistant:", "chosen": TEXT, "rejected": TEXT}  full-hh-rlhf
 {"prompt": TEXT or [turn, ...], "completion": A, "label": true}               or kto_tag
@@ -22,6 +23,7 @@ The prompt must have the same tokens in both sequences of a pair.
 
 Sources of these forms: https://huggingface.co/docs/trl/dataset_formats,
 https://llamafactory.readthedocs.io/en/latest/getting_started/data_preparation.html,
+https://platform.openai.com/docs/guides/direct-preference-optimization,
 https://huggingface.co/datasets/HuggingFaceH4/ultrafeedback_binarized,
 https://huggingface.co/datasets/Anthropic/hh-rlhf.
 """
@@ -65,6 +67,10 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
     answers, and prompts that leave no trained token within seq_len, are dropped and counted. ValueError names
     what is wrong with the row.
     """
+    if "preferred_output" in row:  # OpenAI
+        row |= typed(row, "input", dict)
+        row["chosen"] = row.pop("preferred_output")
+        row["rejected"] = row.pop("non_preferred_output", None)
     prompt_key = next(filter(row.get, PROMPTS), "")
     form = prompt_key or "conversation"
     labels = labels_of(row, prompt_key, rows.task)
