@@ -48,7 +48,7 @@ def test_copies_of_the_model_keep_what_was_all_reduced_until_the_backward_ends()
         one, two = (need_of(replace(asked, replicate=n)) for n in (1, 2))
         assert one.peak and two.peak, one.why + two.why  # noqa: PT018
         if asked == in_fp32:
-            assert two.peak.pools == one.peak.pools | {"all-reduce": 0}
+            assert two.peak.pools == one.peak.pools  # nothing stays in the stream of the all-reduce
         else:
             assert two.peak.pools["reduce-scatter"] == 2 * one.states.gradients  # which are bf16
             assert two.peak.pools["all-reduce"] > one.states.gradients

@@ -257,7 +257,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> transformers.Pretraine
     file = folder / "config.json"
     # If `auto_map` names code of the folder, transformers runs it only if that is trusted. Else it takes its
     # own class (Phi-3.5, DeepSeek-V2), or raises an error if it has none.
-    fix = "a model transformers has, for pictures MiniCPM-V 4.6; for texts --trust_remote_code if you read it"
+    fix = "another model, for pictures MiniCPM-V 4.6; for texts --trust_remote_code if you have read it"
     with others_code(file, fix):
         return transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
