@@ -104,7 +104,8 @@ TABLE = [  # case, file's name, its content, what is said: Taken(...), else the 
         "two rows in one line",
         "a.jsonl",
         lines(LINE, LINE + LINE),
-        "a.jsonl:2: not JSON in UTF-8: Extra data",
+        "a.jsonl:2: not JSON in UTF-8: Extra data: line 1 column 93 (char 92) (fix: repair it;"
+        " recipes that train also take --bad_rows drop)",
     ),
     (
         "indented JSON",

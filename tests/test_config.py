@@ -751,6 +751,11 @@ def test_frequent_flags_of_published_examples_are_answered_with_ours(theirs, our
         ("eos_token", "the end of a turn is that of the chat template (fix: "),
         ("dataset_mixer_list", "(fix: leave it out, and --dataset a.jsonl:0.7,b.jsonl:0.3)"),
         ("use_dft_loss", "the loss of tokens is plain cross-entropy (fix: leave it out;"),
+        (
+            "shuffle_dataset",
+            "rows come in a new order in each epoch, by --seed (fix: leave it out)",
+        ),
+        ("eval_packing", "with --packing held-out rows are packed too (fix: leave it out)"),
         ("mask_prompt", "did you mean --train_on?"),
         ("grad_clip", "did you mean --clip_norm?"),
         ("lora_query", "did you mean --lora_targets?"),
@@ -812,6 +817,9 @@ def test_a_yaml_of_another_project_is_answered_key_by_key(tmp_path):
         ("neat_packing: true", "did you mean --packing true?"),
         ("report_to: wandb", "did you mean --wandb true?"),
         ("report_to: none", "it is off here too"),
+        ("report_to: trackio", "the log is OUT/metrics.jsonl (fix: leave it out, or --tensorboard"),
+        ("loss_type: dft", "the loss of tokens is plain cross-entropy (fix: leave it out;"),
+        ("loss_type: chunked_nll", "the loss never holds the logits of all tokens anyway"),
         ("optim: adamw_torch_fused", "did you mean --optimizer adamw?"),
         (
             "torch_dtype: bfloat16",

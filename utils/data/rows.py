@@ -43,7 +43,9 @@ def as_object(value: object) -> dict:
             # NaN of pandas is null
             value = json.loads(value.decode("utf-8-sig"), parse_constant={}.get)
         except ValueError as error:
-            raise ValueError(f"not JSON in UTF-8: {error}") from None
+            raise ValueError(
+                f"not JSON in UTF-8: {error} (fix: repair it; recipes that train also take --bad_rows drop)"
+            ) from None
     if isinstance(value, list):
         value = {"messages": value}
     if not isinstance(value, dict):
