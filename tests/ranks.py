@@ -12,8 +12,10 @@ import gc
 import itertools
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from multiprocessing.connection import Connection, wait
 
@@ -31,7 +33,8 @@ _context.set_forkserver_preload(
         "forked_once",  # in tests/site, since the forkserver knows no other folder of tests
     ]
 )
-_pools: dict[int, list[tuple[multiprocessing.Process, Connection]]] = {}
+# ranks -> for each its process, its pipe, and where it writes its stacks
+_pools: dict[int, list[tuple[multiprocessing.Process, Connection, Connection]]] = {}
 SECONDS = 240
 
 
@@ -39,7 +42,7 @@ def run_ranks(fn, ranks: int, *args, seconds: float = SECONDS) -> list:
     """Results of fn(world, *args) on `ranks` processes."""
     if ranks not in _pools:
         _pools[ranks] = _start(ranks)
-    pipes = [pipe for _, pipe in _pools[ranks]]
+    pipes = [pipe for _, pipe, _ in _pools[ranks]]
     for pipe in pipes:
         pipe.send((fn, args))
     results: dict[int, object] = {}
@@ -48,9 +51,10 @@ def run_ranks(fn, ranks: int, *args, seconds: float = SECONDS) -> list:
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         ready = wait(list(waiting), timeout=seconds)
         if not ready:
+            stacks = _stacks(ranks)
             _stop(ranks)
             raise TimeoutError(
-                f"ranks {sorted(waiting.values())} of {ranks} gave no answer within {seconds} s"
+                f"ranks {sorted(waiting.values())} of {ranks} gave no answer within {seconds} s\n{stacks}"
             )
         for pipe in ready:
             rank, agreed = waiting[pipe], False
@@ -99,10 +103,14 @@ def _start(ranks: int) -> list:
     pool = []
     for rank in range(ranks):
         here, there = _context.Pipe()
-        process = _context.Process(target=_serve, args=(there, rank, ranks, port), daemon=True)
+        reader, writer = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_serve, args=(there, writer, rank, ranks, port), daemon=True
+        )
         process.start()
         there.close()
-        pool.append((process, here))
+        writer.close()
+        pool.append((process, here, reader))
     return pool
 
 
@@ -113,16 +121,29 @@ def _stop_all() -> None:
 
 
 def _stop(ranks: int) -> None:
-    for process, pipe in _pools.pop(ranks):
+    for process, pipe, reader in _pools.pop(ranks):
         pipe.close()
+        reader.close()
         process.kill()
         process.join()
 
 
-def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
+def _stacks(ranks: int) -> str:
+    """Where each thread of each rank is."""
+    found = ""
+    for rank, (process, _, reader) in enumerate(_pools[ranks]):
+        os.kill(process.pid, signal.SIGQUIT)
+        time.sleep(1)
+        written = os.read(reader.fileno(), 2**16) if reader.poll() else b"nothing"
+        found += f"rank {rank}:\n{written.decode()}\n"
+    return found
+
+
+def _serve(pipe: Connection, stacks: Connection, rank: int, ranks: int, port: int) -> None:
     import torch
 
     faulthandler.enable()  # a crash in C prints the stack of each thread
+    faulthandler.register(signal.SIGQUIT, stacks)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
     )
