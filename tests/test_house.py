@@ -347,6 +347,17 @@ def test_the_tour_names_every_file():
     assert missing == []
 
 
+def needed_by(recipe: Path) -> set[str]:
+    """The files of utils that a recipe may load, whatever its flags."""
+    found = {
+        name.replace(".", "/")
+        for name in re.findall(r"from utils\.([\w.]+) import", recipe.read_text())
+    }
+    while more := {to for file, to, _ in imports() if file in found} - found:
+        found |= more
+    return found
+
+
 def print_figures() -> None:
     counts = {path: code(path) for path in files()}
     print(" tokens  lines  tokens/line")
@@ -366,6 +377,11 @@ def print_figures() -> None:
     print(f"        {utils:7,}  utils; budget {UTILS_BUDGET:,}")
     for name, tokens in OTHERS.items():
         print(f"{name}: {tokens}")
+    print("\n tokens  files  of utils that a recipe may load, whatever its flags")
+    for recipe in sorted((ROOT / "recipes").glob("*.py")):
+        needed = needed_by(recipe)
+        tokens = sum(code(UTILS / f"{name}.py")[0] for name in needed)
+        print(f"{tokens:7,} {len(needed):6}   {recipe.name}")
 
 
 if __name__ == "__main__":
