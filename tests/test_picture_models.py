@@ -244,7 +244,7 @@ def test_adapters_go_beside_all_linear_layers_of_the_language_model_only(name, f
 def test_a_model_with_code_of_its_own_is_refused_with_what_to_take_instead(tmp_path):
     fields = {"model_type": "minicpmv", "auto_map": {"AutoConfig": "configuration_minicpm.C"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    said = "contains custom code which must be executed.*has, for pictures MiniCPM-V 4.6; for texts --trust"
+    said = "custom code which must be executed.*another model, for pictures MiniCPM-V 4.6; for texts --trust"
     with pytest.raises(ConfigError, match=said):
         read_config(tmp_path, False)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
