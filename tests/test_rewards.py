@@ -427,12 +427,12 @@ MISTAKES = {
     ),
     "a missing file": (
         "nowhere.py:length",
-        "--rewards nowhere.py:length: FileNotFoundError.*nowhere.py",
+        "--rewards nowhere.py:length: FileNotFoundError.*nowhere.py.*fix: a file that Python runs",
     ),
     "a missing function": ("{}:lenght", "rules.py:lenght: no function lenght"),
     "a value": ("{}:not_a_function", "no function not_a_function"),
     "a coroutine": ("{}:later", "or an async one"),
-    "a bad pattern": ("regex:(a", "--rewards regex:.a: .*missing \\)"),
+    "a bad pattern": ("regex:(a", "--rewards regex:.a: .*missing \\).*fix: a regular expression"),
 }
 
 

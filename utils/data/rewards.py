@@ -71,11 +71,12 @@ def parse_rewards(text: str, flag="--rewards") -> list[Reward]:
         pattern, file, name, weight = match.groups()
         if pattern:
             name = "regex"
-            with others_code(setting):
+            with others_code(setting, "a regular expression of Python"):
                 function = of_pattern(re.compile(pattern, re.S))
         else:
             if file not in files:
-                files[file] = run_file(Path(file), setting)
+                with others_code(setting, "a file that Python runs without an error"):
+                    files[file] = run_file(Path(file))
             function = files[file].get(name)
             check(
                 callable(function) and not inspect.iscoroutinefunction(function),
@@ -87,16 +88,15 @@ def parse_rewards(text: str, flag="--rewards") -> list[Reward]:
     return rewards
 
 
-def run_file(path: Path, flag: str) -> dict:
-    """Execute a user's file. Returns what it defines, by name. flag: the beginning of an error message."""
+def run_file(path: Path) -> dict:
+    """Execute a user's file. Returns what it defines, by name."""
     # Its own name, if it is free, lets processes that the file starts import it.
     name = f"rewards_{path.stem}" if path.stem in sys.modules else path.stem
     spec = spec_from_file_location(name, path)
     module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module here
     sys.path.append(str(path.resolve().parent))  # for its own imports
-    with others_code(flag):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return vars(module)
 
 
@@ -336,8 +336,9 @@ class RolloutBatches(GlobalBatches):
         return torch.tensor([len(r.prompt) + len(r.ids) for r in rows])
 
     def batch(self, rows: list[Rollout]) -> RolloutBatch:
-        filler = Rollout([self.pad_id], [], [], 0.0, 0.0, "filler")
-        return rollout_batch(rows or [filler], self.pad_id, self.multiple)
+        return rollout_batch(
+            rows or [Rollout([self.pad_id], [], [], 0.0, 0.0, "filler")], self.pad_id, self.multiple
+        )
 
     def share(self, rollouts: list[Rollout]) -> list[RolloutBatch]:
         """This rank's micro-batches of the completions of all ranks. Completions of similar length share a
