@@ -356,6 +356,7 @@ def main(cfg: Config) -> Path:
     print0(
         f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule};"
         f" weight decay {cfg.weight_decay:g}, betas {BETAS}"
+        f"{'; with LoRA ten times this --lr is usual' if lora and cfg.lr == Config.lr else ''}"
     )
     print0(plan.text, ready=True)
 

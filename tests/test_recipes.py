@@ -85,6 +85,13 @@ def adapted(files, tmp_path_factory):
     return run(files, out / "lora", lora_rank=4, save_every=2), out / "prompts.txt"
 
 
+@pytest.mark.parametrize(("lr", "remarked"), [(finetune.Config.lr, True), (2e-4, False)])
+def test_adapters_at_the_default_rate_are_told_the_usual_one(files, tmp_path, capsys, lr, remarked):
+    run(files, tmp_path / "lora", lora_rank=2, lr=lr, save_model=False)
+    said = "; with LoRA ten times this --lr is usual" in capsys.readouterr().out
+    assert said == remarked
+
+
 AT_ONCE = "--low_cpu_fsdp"  # the command that ends so is in `make test`
 
 

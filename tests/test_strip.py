@@ -35,6 +35,7 @@ WITHOUT_ADAPTERS = [
     (RECIPE, ", frozen=bool(lora)", ""),
     (RECIPE, r"^    adapted_names = None(?s:.*?)(?=^    add_chunked_loss)", ""),
     (RECIPE, "{'frozen' if lora else cfg.param_dtype}", "{cfg.param_dtype}"),
+    (RECIPE, r"^        f.\{'; with LoRA .*\n", ""),
     (RECIPE, "cfg.cpu_offload, adapted_names)", "cfg.cpu_offload)"),
     (RECIPE, r"^        if lora:\n +fill_adapters\(.*\n", ""),
     (RECIPE, '("adapter" if lora else "model")', '"model"'),

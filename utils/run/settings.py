@@ -27,12 +27,7 @@ LEAST = {"batch_size": 1, "epochs": 1, "seq_len": 2, "log_every": 1, "timeout": 
 NUMBERS = {int: "a whole number such as 1000", float: "a finite number such as 0.001 or 1e-3"}
 
 
-def parse_cli(
-    cls: type,
-    argv: list | None = None,
-    without_model: dict | None = None,
-    others=(),
-):
+def parse_cli(cls: type, argv: list | None = None, without_model: dict | None = None, others=()):
     """An instance of the flat dataclass `cls`: its defaults, then --config FILE, then the other flags.
 
     Flags of llama-recipes are translated; foreign_flags.py, which knows them, is imported only for a name

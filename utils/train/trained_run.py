@@ -25,14 +25,7 @@ from ..model.kinds import add_scores, freeze_parts
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, settle_chunked_loss
 from ..model.options import SHARDS_INTEGERS, Lora, Quant
-from ..model.sharding import (
-    DTYPES,
-    cast_to,
-    dtypes_as_loaded,
-    plain_name,
-    reshard,
-    units,
-)
+from ..model.sharding import DTYPES, cast_to, dtypes_as_loaded, plain_name, reshard, units
 from ..run.distributed import World, all_gather, together
 from ..run.errors import check, differences, others_code, print0
 from ..run.files import file_inside
